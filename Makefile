@@ -1,0 +1,49 @@
+# Every target sets up .venv by itself, and again when pyproject.toml or constraints.txt change.
+
+PYTHON  ?= python3
+WORKERS ?= 2
+ARGS    ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint format types bench-rows clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=$(PYTHON) makes .venv; WORKERS=$(WORKERS) test processes; ARGS=... goes to pytest"
+
+# One thread each: thread counts change rounding, and the workers share the cores.
+test: $(STAMP)  ## run the tests
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q $(ARGS)
+
+lint: $(STAMP)  ## check style, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## put the code into the house format, with the fixes that are safe
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+types: $(STAMP)  ## check types only
+	$(BIN)/mypy
+
+bench-rows: $(STAMP)  ## measure the cost of exact rows
+	$(BIN)/python benchmarks/rows.py
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp goes first and comes back last, so an interrupted set-up is taken up again.
+# A .venv without a working pip is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@echo "Setting up $(VENV); the first time takes minutes."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,52 @@
+"""Training-data attribution by metagradients: which examples made this model behave like this?"""
+
+from metasketch import losses
+from metasketch.errors import (
+    ArgumentError,
+    DataError,
+    DerivativeError,
+    LossError,
+    MemoryBudgetError,
+    MetasketchError,
+    MismatchError,
+    ModelError,
+    NumericalError,
+    RecipeError,
+    StoreError,
+)
+from metasketch.optim import SGD, Adam, AdamW, Group
+from metasketch.queries import Queries
+from metasketch.recipe import Recipe
+from metasketch.run import Run, load_run, train
+from metasketch.schedules import constant, cosine, linear, linear_warmup, one_cycle
+from metasketch.version import __version__
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "ArgumentError",
+    "DataError",
+    "DerivativeError",
+    "Group",
+    "LossError",
+    "MemoryBudgetError",
+    "MetasketchError",
+    "MismatchError",
+    "ModelError",
+    "NumericalError",
+    "Queries",
+    "Recipe",
+    "RecipeError",
+    "Run",
+    "StoreError",
+    "__version__",
+    "constant",
+    "cosine",
+    "linear",
+    "linear_warmup",
+    "load_run",
+    "losses",
+    "one_cycle",
+    "train",
+]

@@ -1,0 +1,94 @@
+"""Which implementation of the Hessian product is fastest here: measured on the first step."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metasketch.blame import derivative_error
+from metasketch.gradient import IMPLEMENTATIONS, parts
+from metasketch.state import State
+from metasketch.step import Step
+
+_SAMPLE_ROWS = 4
+_REFERENCE = "loop"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that one step took with each implementation, and why others cannot be used."""
+
+    rows: int
+    seconds: dict[str, float]
+    failures: dict[str, str]
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+
+def measure(step: Step, w: Tensor, pushes: bool, b: int, candidates: tuple[str, ...]) -> Timing:
+    """Time one step of a sweep with each candidate, and check that they agree.
+
+    Cost: about 15 steps with a block of at most four rows.
+    """
+    rows = min(b, _SAMPLE_ROWS)
+    state = step.initial()
+    batch = step.batches.load(0)
+    seconds: dict[str, float] = {}
+    failures: dict[str, Exception] = {}
+    answers: dict[str, Tensor] = {}
+    for how in candidates:
+        try:
+            answers[how], seconds[how] = _timed(step, state, w, batch, pushes, rows, how)
+        except (RuntimeError, NotImplementedError) as error:
+            failures[how] = error
+    if not answers:
+        part = next(parts(step.recipe, 0, batch, w))
+        raise derivative_error(step.function, part, state, failures)
+    reference = answers.get(_REFERENCE, next(iter(answers.values())))
+    for how in list(answers):
+        if not _close(answers[how], reference):
+            failures[how] = RuntimeError("its result differs from the double backward's")
+            del seconds[how]
+    best = min(seconds.values())
+    for how in [how for how, time_taken in seconds.items() if time_taken < 2 * best]:
+        # The first run also paid for whatever is set up once.
+        again = (_timed(step, state, w, batch, pushes, rows, how)[1] for _ in range(2))
+        seconds[how] = min(again)
+    return Timing(rows, seconds, {how: str(e).splitlines()[0] for how, e in failures.items()})
+
+
+def _timed(
+    step: Step, state: State, w: Tensor, batch: object, pushes: bool, rows: int, how: str
+) -> tuple[Tensor, float]:
+    """The result of one step and its seconds; directions are fixed, dense and of varied size."""
+    ramp = torch.linspace(-1.0, 1.0, step.model.layout.size, dtype=w.dtype, device=w.device)
+    tangent = state.zeros(rows)
+    params = torch.stack([torch.cos((3.0 + i) * ramp) for i in range(rows)])
+    m = len(step.recipe.order.batches[0])
+    _synchronize(w)
+    start = time.perf_counter()
+    block = State(params, tangent.stats, tangent.slots)
+    if pushes:
+        answer = step.push(state, 0, w, batch, block, w.new_ones(rows, m), how).params
+    else:
+        answer = step.pull(state, 0, w, batch, block, how)[0].params
+    _synchronize(w)
+    return answer, time.perf_counter() - start
+
+
+def _close(answer: Tensor, reference: Tensor) -> bool:
+    tolerance = 1e-8 if reference.dtype == torch.float64 else 1e-2
+    gap = torch.linalg.vector_norm(answer - reference)
+    return bool(gap <= tolerance * torch.linalg.vector_norm(reference))
+
+
+def _synchronize(w: Tensor) -> None:
+    if w.is_cuda:
+        torch.cuda.synchronize(w.device)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(IMPLEMENTATIONS)

@@ -1,0 +1,49 @@
+"""The setting in which numbers are made, and put back afterwards.
+
+What changes rounding is set here and nowhere else: the number of threads, TF32, the choice of
+kernels. A run records the number of threads; its sweeps obey it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from metasketch.randomness import preserved
+
+
+@contextlib.contextmanager
+def computing(device: torch.device, num_threads: int, cudnn: bool = True) -> Iterator[None]:
+    """Deterministic arithmetic with this many threads; the ambient generators are preserved.
+
+    Args:
+        cudnn: False for models with recurrent layers, which have no double backward there.
+    """
+    before = torch.get_num_threads()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved(device))
+        if before != num_threads:
+            torch.set_num_threads(num_threads)
+            stack.callback(torch.set_num_threads, before)
+        if device.type == "cuda":
+            stack.enter_context(_deterministic_cuda(cudnn))
+        yield
+
+
+@contextlib.contextmanager
+def _deterministic_cuda(cudnn: bool) -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        with torch.backends.cudnn.flags(
+            enabled=cudnn, benchmark=False, deterministic=True, allow_tf32=False
+        ):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn_only)
+        torch.backends.cuda.matmul.allow_tf32 = tf32

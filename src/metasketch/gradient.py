@@ -1,0 +1,380 @@
+"""The loss of one step, and the second derivatives through which both sweeps pass.
+
+Everything expensive in a step is one scalar function of the parameters θ and running statistics r
+(together x), the data weights w, and a multiplier y for each running statistic:
+
+    F(x, w, y) = Σ_i w_i ℓ_i(x) + <y, r'(x)>        (at y = 0)
+
+Its gradient holds all that a step computes: ∂F/∂θ is the (unnormalised) training gradient, ∂F/∂y
+the next statistics. Its Hessian is symmetric, and one product with it serves both modes:
+
+    push:  (θ_dot, r_dot, w_dot, 0)  ->  g_dot in the θ block,  r_dot' in the y block
+    pull:  (g_bar, 0, 0, r_bar')     ->  θ_bar, r_bar, w_bar in the θ, r and w blocks
+
+So replay and the forward sweep cost the same, 2 gradients a row beyond the one that is shared.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from metasketch.data import Batch, slice_batch, tensors_of
+from metasketch.errors import LossError
+from metasketch.functional import FunctionalModel
+from metasketch.randomness import seeded
+from metasketch.recipe import Recipe
+from metasketch.state import State
+
+
+@dataclass(frozen=True)
+class Part:
+    """One microbatch of one step.
+
+    Attributes:
+        rows: which rows of the step's batch these are.
+        w: data weights of the rows, (m,).
+    """
+
+    t: int
+    number: int
+    rows: slice
+    batch: Batch
+    w: Tensor
+
+
+def parts(recipe: Recipe, t: int, batch: Batch, w: Tensor) -> Iterator[Part]:
+    """The microbatches of a step, with the weights of their examples."""
+    w = w[recipe.order.batches[t].to(w.device)]
+    m = len(w)
+    size = recipe.microbatch or m
+    if size >= m:
+        yield Part(t, 0, slice(0, m), batch, w)
+        return
+    for number, start in enumerate(range(0, m, size)):
+        rows = slice(start, min(start + size, m))
+        yield Part(t, number, rows, slice_batch(batch, rows.start, rows.stop, m), w[rows])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Σ w_i ℓ_i, what it is divided by, the losses, and the statistics afterwards."""
+
+    total: Tensor
+    count: Tensor | float
+    losses: Tensor
+    stats: list[Tensor]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """The loss of a recipe as a function of parameters, statistics and data weights."""
+
+    recipe: Recipe
+    functional: FunctionalModel
+
+    def __call__(
+        self, part: Part, params: Sequence[Tensor], stats: Sequence[Tensor], state: State, w: Tensor
+    ) -> Evaluation:
+        recipe = self.recipe
+        keywords = {"step": part.t} if recipe.loss_takes_step else {}
+        versions = [t._version for t in tensors_of(part.batch)]
+        # NOTE: the fused attention kernels have neither a double backward nor a forward
+        # derivative; training uses the composite one too, so that it is what is differentiated.
+        with (
+            seeded(w.device, recipe.seed, "model", part.t, part.number),
+            sdpa_kernel(SDPBackend.MATH),
+            self.functional.bound(params, stats, state.counts) as model,
+        ):
+            if recipe.loss_form == "scalar":
+                output = recipe.loss(model, part.batch, w, **keywords)
+            else:
+                output = recipe.loss(model, part.batch, **keywords)
+        if [t._version for t in tensors_of(part.batch)] != versions:
+            raise LossError(
+                f"the loss changes its batch in place (step {part.t}): work on a copy, or sweeps "
+                "would see other data than training did"
+            )
+        total, count, losses = _reduce(output, w, recipe.loss_form == "scalar")
+        return Evaluation(total, count, losses, *self.functional.statistics_after())
+
+
+def _reduce(output: Any, w: Tensor, scalar: bool) -> tuple[Tensor, Tensor | float, Tensor]:
+    """(Σ w_i ℓ_i, normaliser, losses) from what a loss returned, in any of its three forms."""
+    m = len(w)
+    if scalar:
+        if not isinstance(output, Tensor) or output.numel() != 1:
+            raise LossError(
+                "loss(model, batch, weights) must return one scalar tensor; it returned "
+                f"{_describe(output)}"
+            )
+        return output.reshape(()), 1.0, output.reshape(1)
+    if isinstance(output, tuple | list) and len(output) == 2:
+        sums, counts = output
+        if not all(isinstance(t, Tensor) and t.shape == (m,) for t in (sums, counts)):
+            raise LossError(
+                f"(sums, counts) must both have shape ({m},), one entry for each example of the "
+                f"batch; they are {_describe(sums)} and {_describe(counts)}"
+            )
+        return (w * sums).sum(), counts.detach().sum().to(w.dtype), sums
+    if isinstance(output, Tensor) and output.dim() == 0:
+        raise LossError(
+            "the loss is already reduced to a scalar: return one loss for each example "
+            "(reduction='none'), so that each can carry its data weight"
+        )
+    if not isinstance(output, Tensor) or output.shape != (m,):
+        raise LossError(
+            f"the loss must have shape ({m},), one entry for each example of the batch; it is "
+            f"{_describe(output)}"
+        )
+    if not output.is_floating_point():
+        raise LossError(f"the loss must be real floating point; it is {output.dtype}")
+    return (w * output).sum(), float(m), output
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What one microbatch adds to a step: unnormalised gradient, count, statistics after it."""
+
+    g: Tensor
+    count: Tensor | float
+    stats: Tensor
+    counts: dict[str, int]
+    losses: Tensor
+
+
+def gradient(function: LossFunction, part: Part, state: State) -> Gradient:
+    """The first derivative alone, as training needs it. Cost: 1."""
+    layout = function.functional.layout
+    theta = [view.detach().requires_grad_() for view in layout.views(state.params)]
+    stats = function.functional.stats_layout.views(state.stats)
+    value = function(part, theta, stats, state, part.w)
+    grads = _first_order(value.total, theta, create_graph=False)
+    return Gradient(
+        layout.pack(grads), value.count, flat(value.stats, state), value.counts, value.losses
+    )
+
+
+def _first_order(total: Tensor, theta: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
+    if not total.requires_grad:
+        raise LossError(
+            "the loss does not depend on the model's trainable parameters: it must compute with "
+            "the model that it is given, without torch.no_grad() or detach()"
+        )
+    grads = torch.autograd.grad(total, theta, create_graph=create_graph, allow_unused=True)
+    return require_used(grads)
+
+
+def require_used(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    """Gradients of parameters that took part in the first step have to be there in every step."""
+    present = [g for g in grads if g is not None]
+    if len(present) != len(list(grads)):
+        raise LossError(
+            "a parameter takes part in the loss in some steps and not in others, where torch "
+            "would skip its update: give it a zero share in the loss (+ 0 * parameter.sum())"
+        )
+    return present
+
+
+def flat(stats: Sequence[Tensor], state: State) -> Tensor:
+    """Statistics end to end, without a graph."""
+    if not stats:
+        return state.stats
+    return torch.cat([s.detach().reshape(-1) for s in stats])
+
+
+class Linearization(Protocol):
+    """The Hessian of F at one microbatch: see the module's docstring. All blocks have b rows."""
+
+    def gradient(self) -> Gradient: ...
+    def pull(self, g_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+Linearize = Callable[[LossFunction, Part, State, bool], Linearization]
+
+
+class DoubleBackward:
+    """Reverse over reverse: one graph of the gradient, walked back once for each row.
+
+    Args:
+        pushes: whether the graph is for `push` (with the multiplier y) or for `pull`.
+        batched: walk back for all rows at once (vmap) instead of one after the other.
+    """
+
+    def __init__(
+        self, function: LossFunction, part: Part, state: State, pushes: bool, batched: bool
+    ) -> None:
+        model = function.functional
+        self.model, self.state, self.batched = model, state, batched
+        self.theta = [v.detach().requires_grad_() for v in model.layout.views(state.params)]
+        self.r = [v.detach().requires_grad_() for v in model.stats_layout.views(state.stats)]
+        self.w = part.w.detach().requires_grad_()
+        self.value = value = function(part, self.theta, self.r, state, self.w)
+        total = value.total
+        self.y = [torch.zeros_like(r, requires_grad=True) for r in self.r] if pushes else []
+        for y, after in zip(self.y, value.stats, strict=False):
+            total = total + (y * after).sum()
+        inputs = [*self.theta, *self.r, self.w] if pushes else self.theta
+        if not total.requires_grad:
+            _first_order(total, self.theta, create_graph=False)
+        grads = list(torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True))
+        self.g = require_used(grads[: len(self.theta)])
+        self.rest = grads[len(self.theta) :]
+
+    def gradient(self) -> Gradient:
+        g = self.model.layout.pack([g.detach() for g in self.g])
+        value = self.value
+        return Gradient(
+            g, value.count, flat(value.stats, self.state), value.counts, value.losses.detach()
+        )
+
+    def pull(self, g_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outputs = [*self.g, *self.value.stats]
+        bars = [*self.model.layout.views(g_bar), *self.model.stats_layout.views(r_bar)]
+        theta, r, w = self._rows(outputs, bars, [self.theta, self.r, [self.w]], len(g_bar))
+        return theta, r, w
+
+    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = [*self.g, *self.rest]
+        dots = [*self.model.layout.views(theta_dot), *self.model.stats_layout.views(r_dot), w_dot]
+        g, r = self._rows(outputs, dots, [self.theta, self.y], len(theta_dot))
+        return g, r
+
+    def _rows(
+        self,
+        outputs: Sequence[Tensor | None],
+        blocks: Sequence[Tensor],
+        targets: Sequence[Sequence[Tensor]],
+        b: int,
+    ) -> list[Tensor]:
+        """Σ over outputs of their pull of each row, packed by group of targets: (b, size)."""
+        pairs = [
+            (o, x)
+            for o, x in zip(outputs, blocks, strict=True)
+            if o is not None and o.requires_grad
+        ]
+        sizes = [sum(t.numel() for t in group) for group in targets]
+        results = [self.state.params.new_zeros(b, size) for size in sizes]
+        inputs = [t for group in targets for t in group]
+        if not pairs or not inputs:
+            return results
+        live, rows = [o for o, _ in pairs], [x for _, x in pairs]
+        if self.batched:
+            grads = _walk(live, inputs, rows, batched=True)
+            _scatter(results, targets, grads, lambda result: result)
+            return results
+        for i in range(b):
+            grads = _walk(live, inputs, [x[i] for x in rows], batched=False)
+            _scatter(results, targets, grads, lambda result, i=i: result[i])  # type: ignore[misc]
+        return results
+
+
+def _walk(
+    outputs: list[Tensor], inputs: list[Tensor], bars: list[Tensor], batched: bool
+) -> list[Tensor | None]:
+    return list(
+        torch.autograd.grad(
+            outputs, inputs, bars, retain_graph=True, allow_unused=True, is_grads_batched=batched
+        )
+    )
+
+
+def _scatter(
+    results: Sequence[Tensor],
+    targets: Sequence[Sequence[Tensor]],
+    grads: Sequence[Tensor | None],
+    place: Callable[[Tensor], Tensor],
+) -> None:
+    """Write gradients of the targets side by side into the results; absent ones stay zero."""
+    remaining = iter(grads)
+    for result, group in zip(results, targets, strict=True):
+        row, start = place(result), 0
+        for target in group:
+            grad = next(remaining)
+            stop = start + target.numel()
+            if grad is not None:
+                row[..., start:stop].view(*row.shape[:-1], *target.shape).copy_(grad)
+            start = stop
+
+
+class ForwardOverReverse:
+    """Forward over reverse: the tangent of the gradient map, all rows at once (vmap of jvp)."""
+
+    def __init__(self, function: LossFunction, part: Part, state: State, pushes: bool) -> None:
+        self.function, self.part, self.state = function, part, state
+        self.layouts = (function.functional.layout, function.functional.stats_layout)
+        self.first: Gradient | None = None
+
+    def gradient(self) -> Gradient:
+        if self.first is None:
+            self.first = gradient(self.function, self.part, self.state)
+        return self.first
+
+    def _gradient_map(self, theta: Any, r: Any, w: Tensor, y: Any) -> Any:
+        """(∂F/∂θ, ∂F/∂r, ∂F/∂w, ∂F/∂y)."""
+
+        def total(theta: Any, r: Any, w: Tensor, y: Any) -> Any:
+            value = self.function(self.part, theta, r, self.state, w)
+            pairing = sum(((a * b).sum() for a, b in zip(y, value.stats, strict=True)), start=0.0)
+            return value.total + pairing, tuple(value.stats)
+
+        grads, after = torch.func.grad(total, argnums=(0, 1, 2), has_aux=True)(theta, r, w, y)
+        return (*grads, after)
+
+    def _product(self, theta: Tensor, r: Tensor, w: Tensor, y: Tensor) -> Any:
+        """The Hessian of F times a block."""
+        layout, stats_layout = self.layouts
+        state = self.state
+        stats = tuple(stats_layout.views(state.stats))
+        point = (
+            tuple(layout.views(state.params)),
+            stats,
+            self.part.w,
+            tuple(torch.zeros_like(s) for s in stats),
+        )
+        block = (
+            tuple(layout.views(theta)),
+            tuple(stats_layout.views(r)),
+            w,
+            tuple(stats_layout.views(y)),
+        )
+
+        def one(*directions: Any) -> Any:
+            return torch.func.jvp(self._gradient_map, point, directions)[1]
+
+        return torch.func.vmap(one, randomness="same")(*block)
+
+    def pull(self, g_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        b = len(g_bar)
+        zeros = self.part.w.new_zeros(b, len(self.part.w))
+        theta, r, w, _ = self._product(g_bar, torch.zeros_like(r_bar), zeros, r_bar)
+        return self._pack(0, theta, b), self._pack(1, r, b), w
+
+    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor) -> tuple[Tensor, Tensor]:
+        b = len(theta_dot)
+        theta, _, _, y = self._product(theta_dot, r_dot, w_dot, torch.zeros_like(r_dot))
+        return self._pack(0, theta, b), self._pack(1, y, b)
+
+    def _pack(self, which: int, tensors: Sequence[Tensor], b: int) -> Tensor:
+        if not tensors:
+            return self.state.stats.new_zeros(b, 0)
+        return self.layouts[which].pack(tensors, (b,))
+
+
+IMPLEMENTATIONS: dict[str, Linearize] = {
+    "loop": lambda f, part, state, pushes: DoubleBackward(f, part, state, pushes, batched=False),
+    "batched": lambda f, part, state, pushes: DoubleBackward(f, part, state, pushes, batched=True),
+    "forward": ForwardOverReverse,
+}
+"""The implementations of the Hessian product, by the name that a run records."""
