@@ -147,15 +147,15 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(model: str, optimizer: str, feature: str, **changes: Any) -> ms.Recipe:
-    """A run of six steps on ten examples, with a short last batch."""
+def recipe(model: str, optimizer: Any, feature: str, **changes: Any) -> ms.Recipe:
+    """A run of six steps on ten examples, with a short last batch; the optimiser may be a name."""
     torch.manual_seed(len(model) + 7)
     net = MODELS[model](dropout=0.2 if feature == "dropout" else 0.0).double()
     if feature == "frozen-tied":
         net.tie()  # type: ignore[operator]
     options: dict[str, Any] = {
         "loss": ms.losses.cross_entropy,
-        "optimizer": OPTIMIZERS[optimizer],
+        "optimizer": OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
         "schedule": ms.one_cycle(peak=0.3, start=0.2, end=0.1),
         "batch_size": 4,
         "epochs": 2,
