@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import metasketch as ms
 from metasketch import reference
+from metasketch.gradient import IMPLEMENTATIONS
 from tests import problems
 
 F64 = torch.float64
@@ -26,9 +27,6 @@ def pair(bar: dict[str, Tensor], dot: dict[str, Tensor]) -> Tensor:
     return sum(
         (bar[n].flatten(1) @ dot[n].flatten(1).T for n in bar), start=torch.zeros((), dtype=F64)
     )
-
-
-IMPLEMENTATIONS = ["loop", "batched", "forward"]
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)

@@ -1,6 +1,7 @@
 """Training-data attribution by metagradients: which examples made this model behave like this?"""
 
 from metasketch import losses
+from metasketch.check import CheckReport, check
 from metasketch.errors import (
     ArgumentError,
     DataError,
@@ -26,6 +27,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "ArgumentError",
+    "CheckReport",
     "DataError",
     "DerivativeError",
     "Group",
@@ -41,6 +43,7 @@ __all__ = [
     "Run",
     "StoreError",
     "__version__",
+    "check",
     "constant",
     "cosine",
     "linear",

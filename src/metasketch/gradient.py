@@ -14,6 +14,8 @@ the next statistics. Its Hessian is symmetric, and one product with it serves bo
 So replay and the forward sweep cost the same, 2 gradients a row beyond the one that is shared.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +30,7 @@ from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
 from metasketch.recipe import Recipe
 from metasketch.state import State
+from metasketch.tuned import tuned
 
 
 @dataclass(frozen=True)
@@ -210,17 +213,25 @@ class DoubleBackward:
     Args:
         pushes: whether the graph is for `push` (with the multiplier y) or for `pull`.
         batched: walk back for all rows at once (vmap) instead of one after the other.
+        rules: take the second derivatives of common layers from `metasketch.tuned`.
     """
 
     def __init__(
-        self, function: LossFunction, part: Part, state: State, pushes: bool, batched: bool
+        self,
+        function: LossFunction,
+        part: Part,
+        state: State,
+        pushes: bool,
+        batched: bool = False,
+        rules: bool = False,
     ) -> None:
         model = function.functional
         self.model, self.state, self.batched = model, state, batched
         self.theta = [v.detach().requires_grad_() for v in model.layout.views(state.params)]
         self.r = [v.detach().requires_grad_() for v in model.stats_layout.views(state.stats)]
         self.w = part.w.detach().requires_grad_()
-        self.value = value = function(part, self.theta, self.r, state, self.w)
+        with tuned() if rules else contextlib.nullcontext():
+            self.value = value = function(part, self.theta, self.r, state, self.w)
         total = value.total
         self.y = [torch.zeros_like(r, requires_grad=True) for r in self.r] if pushes else []
         for y, after in zip(self.y, value.stats, strict=False):
@@ -373,8 +384,9 @@ class ForwardOverReverse:
 
 
 IMPLEMENTATIONS: dict[str, Linearize] = {
-    "loop": lambda f, part, state, pushes: DoubleBackward(f, part, state, pushes, batched=False),
-    "batched": lambda f, part, state, pushes: DoubleBackward(f, part, state, pushes, batched=True),
+    "loop": DoubleBackward,
+    "tuned": functools.partial(DoubleBackward, rules=True),
+    "batched": functools.partial(DoubleBackward, batched=True),
     "forward": ForwardOverReverse,
 }
 """The implementations of the Hessian product, by the name that a run records."""

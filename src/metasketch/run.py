@@ -209,7 +209,8 @@ class Run:
             fitting = tuple(
                 how
                 for how in choose.names()
-                if how == "loop" or self.budget.block(self.sizes, self.plan, b, vmapped=True) >= b
+                if how in ("loop", "tuned")
+                or self.budget.block(self.sizes, self.plan, b, vmapped=True) >= b
             )
             timing = choose.measure(self.step, self.weights, mode == "forward", b, fitting)
             self.timings[key] = timing
@@ -251,7 +252,7 @@ def train(
         store: a folder that keeps the run. The same call resumes an interrupted training there,
             and returns a finished one without training.
         disk: budget for the states in the store; by default about √T of them.
-        implementation: of the second derivatives: "loop", "batched", "forward", or "auto" to
+        implementation: of the second derivatives: "loop", "tuned", "batched", "forward", or "auto" to
             measure which is fastest.
         progress: show a bar; by default on a terminal.
 
