@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metasketch.tuned import REPLACEMENTS, tuned
+from metasketch.tuned import REPLACEMENTS, TunedRules
 
 CASES: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "gelu": (lambda x: F.gelu(x), [(3, 5)]),
@@ -48,7 +48,7 @@ def second_order(
     inputs = [draw(*shape).requires_grad_() for shape in shapes]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         if rules:
-            with tuned():
+            with TunedRules():
                 y = function(*inputs)
         else:
             y = function(*inputs)
@@ -69,9 +69,9 @@ def test_second_derivatives_equal_torchs(name: str) -> None:
 
 
 def test_the_rules_are_really_in_use() -> None:
-    """Each replaced function leaves a node of ours in the graph, so the test above has a subject."""
+    """Replaced functions leave nodes of ours in the graph: the test above has a subject."""
     x = torch.randn(4, 4, 2, 2, requires_grad=True)
-    with tuned():
+    with TunedRules():
         outputs = [F.gelu(x), F.silu(x), F.layer_norm(x, (2,)), F.group_norm(x, 2).view(-1)]
         outputs.append(F.batch_norm(x, None, None, training=True))
     nodes = {str(type(y.grad_fn).__name__) for y in outputs}
@@ -84,7 +84,7 @@ def test_what_the_rules_do_not_cover_goes_to_torch() -> None:
     q = torch.randn(2, 2, 3, 4)
     mask = torch.zeros(3, 3)
     mean, var = torch.zeros(4), torch.ones(4)
-    with tuned():
+    with TunedRules():
         assert torch.equal(F.silu(x.clone(), True), F.silu(x))
         assert torch.equal(F.batch_norm(x, mean, var), x / (1 + 1e-5) ** 0.5)
         masked = F.scaled_dot_product_attention(q, q, q, mask)

@@ -24,17 +24,25 @@ Collate = Callable[[list[Any]], Batch]
 Augment = Callable[[Batch, torch.Generator], Batch]
 
 
+_CHUNK = 1 << 24
+"""Entries of a tensor that are checked at once: a checksum needs as much memory again."""
+
+_PRINTED = (str, bytes, bool, int, float, complex, type(None))
+
+
 def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
     """Apply a function to every tensor of nested tuples, lists and mappings."""
-    if isinstance(batch, Tensor):
-        return function(batch)
+    return _map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _map_leaves(function: Callable[[Any], Any], batch: Batch) -> Batch:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, item) for item in batch))
+        return type(batch)(*(_map_leaves(function, item) for item in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(function, item) for item in batch)
+        return type(batch)(_map_leaves(function, item) for item in batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    return batch
+        return {key: _map_leaves(function, value) for key, value in batch.items()}
+    return function(batch)
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -45,8 +53,19 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def batch_digest(batch: Batch) -> int:
-    """A checksum of everything in a batch that a loss could read as a tensor."""
-    return derive_seed(*(checksum(t) for t in tensors_of(batch)))
+    """A checksum of everything in a batch that a loss could read: tensors, arrays, text."""
+    found: list[int | str] = []
+    _map_leaves(lambda leaf: found.append(_leaf_digest(leaf)), batch)
+    return derive_seed(*found)
+
+
+def _leaf_digest(leaf: Any) -> int | str:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        leaf = torch.as_tensor(np.ascontiguousarray(leaf))
+    if isinstance(leaf, Tensor):
+        chunks = leaf.detach().reshape(-1).split(_CHUNK)
+        return checksum(leaf) if len(chunks) == 1 else derive_seed(*map(checksum, chunks))
+    return repr(leaf) if isinstance(leaf, _PRINTED) else type(leaf).__qualname__
 
 
 @dataclass(frozen=True)
@@ -79,12 +98,22 @@ def shuffled(n: int, batch_size: int, epochs: int, drop_last: bool, seed: int) -
     return Order(tuple(batches), tuple(labels))
 
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def explicit(batches: Sequence[Any], n: int) -> Order:
     """An order given step by step, checked against the number of examples."""
+    if not isinstance(batches, Sequence | np.ndarray | Tensor) or isinstance(batches, str):
+        raise DataError(
+            f"batches is a {type(batches).__name__}; it must be a list of index tensors, one a step"
+        )
     checked = []
     for step, given in enumerate(batches):
-        indices = torch.as_tensor(given).cpu()
-        if indices.dim() != 1 or indices.numel() == 0 or indices.is_floating_point():
+        try:
+            indices = torch.as_tensor(given).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"batches[{step}] is not a vector of indices: {error}") from None
+        if indices.dim() != 1 or indices.numel() == 0 or indices.dtype not in _INTEGERS:
             raise DataError(
                 f"batches[{step}] must be a non-empty vector of integer indices; it is "
                 f"{indices.dtype} of shape {tuple(indices.shape)}"
@@ -105,26 +134,33 @@ class Examples:
     """The n examples, by index: rows of tensors held in memory, or items of a Dataset."""
 
     def __init__(self, data: Any, collate: Collate | None, seed: int) -> None:
-        if isinstance(data, TensorDataset):
-            data = data.tensors
-        if isinstance(data, np.ndarray):
-            data = torch.as_tensor(data)
-        if isinstance(data, tuple):
-            data = tuple(torch.as_tensor(d) if isinstance(d, np.ndarray) else d for d in data)
-        self.data, self.seed = data, seed
-        self.in_memory = collate is None and _is_tensors(data)
+        if collate is not None and not callable(collate):
+            raise DataError(f"collate is a {type(collate).__name__}; it must be a function")
+        self.data, self.seed = _as_tensors(data), seed
+        self.tensors = _is_tensors(self.data)
+        self.in_memory = self.tensors and collate is None
         self.collate: Collate = collate or default_collate
-        self.n = _length(data, self.in_memory)
+        self.n = _length(self.data, self.tensors)
         if self.n == 0:
             raise DataError("the data set is empty: there is nothing to train on")
         self._versions = self._version()
+        self._digest: int | None = None
 
     def _version(self) -> list[int]:
-        return [t._version for t in tensors_of(self.data)] if self.in_memory else []
+        return [t._version for t in tensors_of(self.data)] if self.tensors else []
 
     def check_unchanged(self) -> None:
-        """Refuse data that was changed in place since it was handed over."""
-        if self._version() != self._versions:
+        """Refuse data that was changed in place since it was handed over.
+
+        PyTorch counts the changes that are made through it; those made through NumPy, in memory
+        that both share, show in the bits, which are noted at the first call.
+        """
+        changed = self._version() != self._versions
+        if not changed and self.tensors:
+            digest = self.fingerprint()
+            changed = digest != (digest if self._digest is None else self._digest)
+            self._digest = digest if self._digest is None else self._digest
+        if changed:
             raise DataError(
                 "the training data was changed in place after the recipe was made; make the "
                 "recipe again, or hand it a copy"
@@ -134,11 +170,24 @@ class Examples:
         """The batch of some examples as they look in some epoch."""
         if self.in_memory:
             return map_tensors(lambda t: t[indices.to(t.device)], self.data)
-        return self.collate([self._item(int(i), epoch) for i in indices])
+        return self._collated(indices.tolist(), epoch)
+
+    def _collated(self, indices: list[int], epoch: int) -> Batch:
+        items = [self._item(i, epoch) for i in indices]
+        with seeded(torch.device("cpu"), self.seed, "collate", epoch, *indices):
+            try:
+                return self.collate(items)
+            except Exception as error:
+                raise DataError(
+                    f"collating examples {_few(indices)} into a batch failed: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
 
     def _item(self, index: int, epoch: int) -> Any:
         with seeded(torch.device("cpu"), self.seed, "item", epoch, index):
             try:
+                if self.tensors:
+                    return map_tensors(lambda t: t[index], self.data)
                 return self.data[index]
             except Exception as error:
                 raise DataError(
@@ -151,7 +200,7 @@ class Examples:
         if self.in_memory:
             return
         for i in indices.tolist():
-            one = [self.collate([self._item(i, epoch)]) for _ in range(2)]
+            one = [self._collated([i], epoch) for _ in range(2)]
             if batch_digest(one[0]) != batch_digest(one[1]):
                 raise DataError(
                     f"example {i} of the data set differs between two reads under the same seed. "
@@ -161,16 +210,45 @@ class Examples:
 
     def fingerprint(self) -> int:
         """What identifies the data: every bit of tensors, the type and length of a Dataset."""
-        if self.in_memory:
+        if self.tensors:
             return batch_digest(self.data)
         return derive_seed(type(self.data).__qualname__, self.n)
 
 
+def _few(indices: list[int]) -> str:
+    more = ", ..." if len(indices) > 8 else ""
+    return f"[{', '.join(map(str, indices[:8]))}{more}]"
+
+
+def _as_tensors(data: Any) -> Any:
+    """Arrays as tensors that share their memory; a Dataset as it is."""
+    if isinstance(data, TensorDataset):
+        return data.tensors
+    if isinstance(data, np.ndarray):
+        return torch.as_tensor(data)
+    if not isinstance(data, tuple | dict):
+        return data
+    wrong = [x for x in _values(data) if not isinstance(x, Tensor | np.ndarray)]
+    if wrong:
+        raise DataError(
+            f"data is a {type(data).__name__} that holds a {type(wrong[0]).__name__}: a tuple or "
+            "dict must hold tensors or arrays, whose first dimension counts examples. Make "
+            "tensors of them, or give a list of examples"
+        )
+    return map_tensors(lambda t: t, _map_leaves(_tensor, data))
+
+
+def _tensor(leaf: Any) -> Any:
+    return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _values(data: Any) -> tuple[Any, ...]:
+    return tuple(data.values()) if isinstance(data, dict) else tuple(data)
+
+
 def _is_tensors(data: Any) -> bool:
-    if isinstance(data, dict):
-        data = tuple(data.values())
-    if isinstance(data, tuple):
-        return len(data) > 0 and all(isinstance(d, Tensor) for d in data)
+    if isinstance(data, dict | tuple):
+        return len(data) > 0
     return isinstance(data, Tensor)
 
 
@@ -213,9 +291,36 @@ class Batches:
         """The batch of one step."""
         batch = self.examples.fetch(self.order.batches[step], self.order.epochs[step])
         if self.augment is not None:
-            with seeded(self.device, self.seed, "augment", step):
-                batch = self.augment(batch, generator(self.seed, "augment", step))
+            batch = self._augmented(self.augment, batch, step)
         return map_tensors(lambda t: t.to(self.device, non_blocking=True), batch)
+
+    def _augmented(self, augment: Augment, batch: Batch, step: int) -> Batch:
+        with seeded(self.device, self.seed, "augment", step):
+            try:
+                batch = augment(batch, generator(self.seed, "augment", step))
+            except Exception as error:
+                raise DataError(
+                    f"augment failed on the batch of step {step}: {type(error).__name__}: {error}"
+                ) from error
+        if batch is None:
+            raise DataError("augment returned None: it must return the batch")
+        return batch
+
+    def check_repeatable(self, step: int) -> Batch:
+        """The batch of one step, made twice where code makes it, and refused if that differs."""
+        if self.examples.in_memory and self.augment is None:
+            return self.load(step)
+        indices = self.order.batches[step]
+        self.examples.check_repeatable(indices[:2], self.order.epochs[step])
+        one, other = self.load(step), self.load(step)
+        if batch_digest(one) != batch_digest(other):
+            maker = "augment" if self.augment is not None else "collate"
+            raise DataError(
+                f"the batch of step {step} differs between two reads under the same seed: {maker} "
+                "must draw from the generator that it is given, or from torch's, Python's or "
+                "NumPy's global one, instead of from one of its own or the clock"
+            )
+        return one
 
     def along(self, steps: Iterator[int]) -> Iterator[tuple[int, Batch]]:
         """The batches of some steps in order, each read while the one before it is used."""
@@ -243,13 +348,30 @@ class Batches:
 
 def slice_batch(batch: Batch, start: int, stop: int, m: int) -> Batch:
     """Examples start to stop of a batch of m."""
+    if isinstance(batch, Mapping):
+        return {key: slice_batch(value, start, stop, m) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(slice_batch(item, start, stop, m) for item in batch))
+    if isinstance(batch, tuple | list) and any(isinstance(x, _NESTED) for x in batch):
+        return type(batch)(slice_batch(item, start, stop, m) for item in batch)
+    if not _counts(batch, m):
+        kind = (
+            f"a tensor of shape {tuple(batch.shape)}"
+            if isinstance(batch, Tensor)
+            else (f"a {type(batch).__name__}")
+        )
+        raise DataError(
+            f"a batch of {m} examples holds {kind}, which cannot be cut into microbatches: the "
+            "first dimension of every tensor, and the length of every list, must count examples"
+        )
+    return batch[start:stop]
 
-    def cut(t: Tensor) -> Tensor:
-        if t.dim() == 0 or len(t) != m:
-            raise DataError(
-                f"a batch of {m} examples holds a tensor of shape {tuple(t.shape)}, which cannot "
-                "be cut into microbatches: every tensor's first dimension must count examples"
-            )
-        return t[start:stop]
 
-    return map_tensors(cut, batch)
+_NESTED = (Tensor, np.ndarray, tuple, list, Mapping)
+
+
+def _counts(leaf: Any, m: int) -> bool:
+    """Whether a part of a batch has one entry for each of m examples."""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.ndim > 0 and len(leaf) == m
+    return isinstance(leaf, tuple | list) and len(leaf) == m

@@ -30,7 +30,7 @@ from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
 from metasketch.recipe import Recipe
 from metasketch.state import State
-from metasketch.tuned import tuned
+from metasketch.tuned import TunedRules
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class DoubleBackward:
         self.theta = [v.detach().requires_grad_() for v in model.layout.views(state.params)]
         self.r = [v.detach().requires_grad_() for v in model.stats_layout.views(state.stats)]
         self.w = part.w.detach().requires_grad_()
-        with tuned() if rules else contextlib.nullcontext():
+        with TunedRules() if rules else contextlib.nullcontext():
             self.value = value = function(part, self.theta, self.r, state, self.w)
         total = value.total
         self.y = [torch.zeros_like(r, requires_grad=True) for r in self.r] if pushes else []

@@ -252,8 +252,8 @@ def train(
         store: a folder that keeps the run. The same call resumes an interrupted training there,
             and returns a finished one without training.
         disk: budget for the states in the store; by default about √T of them.
-        implementation: of the second derivatives: "loop", "tuned", "batched", "forward", or "auto" to
-            measure which is fastest.
+        implementation: of the second derivatives: "loop", "tuned", "batched", "forward"; "auto"
+            measures which is fastest.
         progress: show a bar; by default on a terminal.
 
     Returns:

@@ -26,13 +26,13 @@ def parse_bytes(size: int | float | str, what: str) -> int:
     if isinstance(size, int | float) and not isinstance(size, bool):
         number, unit = float(size), "b"
     else:
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", str(size))
-        if match is None or match[2].lower() not in _UNITS or match[1].count(".") > 1:
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", str(size))
+        if match is None or (match[2] or "b").lower() not in _UNITS:
             raise ArgumentError(
                 f"{what}={size!r} is not a size: write a number of bytes, or a text such as "
                 '"4GiB", "500MB"'
             )
-        number, unit = float(match[1]), match[2].lower()
+        number, unit = float(match[1]), (match[2] or "b").lower()
     if not 0 < number < float("inf"):
         raise ArgumentError(f"{what}={size!r}: a size must be positive and finite")
     return int(number * _UNITS[unit])
