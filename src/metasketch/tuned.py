@@ -4,10 +4,10 @@ Torch walks the graph of a gradient through composite formulas that it evaluates
 of a block. Here what does not depend on the row (φ''(x), a normalised input) is computed once, when
 the graph is built, and a row costs a few fused passes over memory.
 
-`TunedRules` swaps these in for the functions that a model calls, while one graph is built. They compute
-the same functions, to rounding; they have first and second derivatives, no third, no forward mode
-and no vmap, so only the row-by-row double backward uses them, and only where it was measured to be
-faster and to agree.
+`TunedRules` swaps these in for the functions that a model calls, while one graph is built. They
+compute the same functions, to rounding; they have first and second derivatives, no third, no
+forward mode and no vmap, so only the row-by-row double backward uses them, and only where it was
+measured to be faster and to agree.
 """
 
 import math
