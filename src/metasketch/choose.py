@@ -70,11 +70,12 @@ def _timed(
     m = len(step.recipe.order.batches[0])
     _synchronize(w)
     start = time.perf_counter()
-    block = State(params, tangent.stats, tangent.slots)
+    block, scratch = State(params, tangent.stats, tangent.slots), torch.empty_like(params)
     if pushes:
-        answer = step.push(state, 0, w, batch, block, w.new_ones(rows, m), how).params
+        ones = w.new_ones(rows, m)
+        answer = step.push(state, 0, w, batch, block, ones, how, scratch).params
     else:
-        answer = step.pull(state, 0, w, batch, block, how)[0].params
+        answer = step.pull(state, 0, w, batch, block, how, scratch)[0].params
     _synchronize(w)
     return answer, time.perf_counter() - start
 

@@ -8,6 +8,7 @@ training: r + 1 + 2b for each step, with r = 0 where every state is kept and 1 o
 
 from collections.abc import Generator
 
+import torch
 from torch import Tensor
 
 from metasketch.state import State
@@ -22,8 +23,9 @@ def forward(trajectory: Trajectory, w_dot: Tensor, how: str) -> Generator[int, N
     step, w = trajectory.step, trajectory.w
     order = step.recipe.order
     dot = step.initial().zeros(len(w_dot))
+    g_dot = torch.empty_like(dot.params)
     for t, state, batch in trajectory.states():
         batch_dot = w_dot[:, order.batches[t].to(w.device)]
-        dot = step.push(state, t, w, batch, dot, batch_dot, how)
+        dot = step.push(state, t, w, batch, dot, batch_dot, how, g_dot)
         yield t
     return dot

@@ -3,10 +3,10 @@
 Everything expensive in a step is one scalar function of the parameters θ and running statistics r
 (together x), the data weights w, and a multiplier y for each running statistic:
 
-    F(x, w, y) = Σ_i w_i ℓ_i(x) + <y, r'(x)>        (at y = 0)
+    F(x, w, y) = (1/m) Σ_i w_i ℓ_i(x) + <y, r'(x)>        (at y = 0)
 
-Its gradient holds all that a step computes: ∂F/∂θ is the (unnormalised) training gradient, ∂F/∂y
-the next statistics. Its Hessian is symmetric, and one product with it serves both modes:
+Its gradient holds all that a step computes: ∂F/∂θ is the training gradient, ∂F/∂y the next
+statistics. Its Hessian is symmetric, and one product with it serves both modes:
 
     push:  (θ_dot, r_dot, w_dot, 0)  ->  g_dot in the θ block,  r_dot' in the y block
     pull:  (g_bar, 0, 0, r_bar')     ->  θ_bar, r_bar, w_bar in the θ, r and w blocks
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metasketch.data import Batch, slice_batch, tensors_of
-from metasketch.errors import LossError
+from metasketch.errors import LossError, NumericalError
 from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
 from metasketch.recipe import Recipe
@@ -40,6 +40,7 @@ class Part:
     Attributes:
         rows: which rows of the step's batch these are.
         w: data weights of the rows, (m,).
+        whole: this is the whole step, so what F is divided by is known at once.
     """
 
     t: int
@@ -47,6 +48,7 @@ class Part:
     rows: slice
     batch: Batch
     w: Tensor
+    whole: bool
 
 
 def parts(recipe: Recipe, t: int, batch: Batch, w: Tensor) -> Iterator[Part]:
@@ -55,16 +57,17 @@ def parts(recipe: Recipe, t: int, batch: Batch, w: Tensor) -> Iterator[Part]:
     m = len(w)
     size = recipe.microbatch or m
     if size >= m:
-        yield Part(t, 0, slice(0, m), batch, w)
+        yield Part(t, 0, slice(0, m), batch, w, whole=True)
         return
     for number, start in enumerate(range(0, m, size)):
         rows = slice(start, min(start + size, m))
-        yield Part(t, number, rows, slice_batch(batch, rows.start, rows.stop, m), w[rows])
+        cut = slice_batch(batch, rows.start, rows.stop, m)
+        yield Part(t, number, rows, cut, w[rows], whole=False)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Σ w_i ℓ_i, what it is divided by, the losses, and the statistics afterwards."""
+    """Σ w_i ℓ_i, what is left to divide it by, the losses, and the statistics afterwards."""
 
     total: Tensor
     count: Tensor | float
@@ -103,6 +106,8 @@ class LossFunction:
                 "would see other data than training did"
             )
         total, count, losses = _reduce(output, w, recipe.loss_form == "scalar")
+        if part.whole:
+            total, count = total / require_positive(count, part.t), 1.0
         return Evaluation(total, count, losses, *self.functional.statistics_after())
 
 
@@ -137,6 +142,16 @@ def _reduce(output: Any, w: Tensor, scalar: bool) -> tuple[Tensor, Tensor | floa
     if not output.is_floating_point():
         raise LossError(f"the loss must be real floating point; it is {output.dtype}")
     return (w * output).sum(), float(m), output
+
+
+def require_positive(count: Tensor | float, t: int) -> Tensor | float:
+    """What a step's loss is divided by."""
+    if not count > 0:
+        raise NumericalError(
+            f"step {t} counts {float(count)} examples or tokens: its loss would be divided by "
+            "zero. Leave out batches in which nothing counts"
+        )
+    return count
 
 
 def _describe(value: Any) -> str:
@@ -200,8 +215,12 @@ class Linearization(Protocol):
     """The Hessian of F at one microbatch: see the module's docstring. All blocks have b rows."""
 
     def gradient(self) -> Gradient: ...
-    def pull(self, g_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def pull(self, g_bar: Tensor, r_bar: Tensor, theta_bar: Tensor) -> tuple[Tensor, Tensor]:
+        """Add to θ_bar, and return (r_bar, w_bar)."""
+
+    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor, g_dot: Tensor) -> Tensor:
+        """Add to g_dot, and return r_dot'."""
 
 
 Linearize = Callable[[LossFunction, Part, State, bool], Linearization]
@@ -250,72 +269,59 @@ class DoubleBackward:
             g, value.count, flat(value.stats, self.state), value.counts, value.losses.detach()
         )
 
-    def pull(self, g_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pull(self, g_bar: Tensor, r_bar: Tensor, theta_bar: Tensor) -> tuple[Tensor, Tensor]:
         outputs = [*self.g, *self.value.stats]
         bars = [*self.model.layout.views(g_bar), *self.model.stats_layout.views(r_bar)]
-        theta, r, w = self._rows(outputs, bars, [self.theta, self.r, [self.w]], len(g_bar))
-        return theta, r, w
+        w_bar = self.w.new_zeros(len(g_bar), len(self.w))
+        before = torch.zeros_like(r_bar)
+        self._rows(outputs, bars, [(self.theta, theta_bar), (self.r, before), ([self.w], w_bar)])
+        return before, w_bar
 
-    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor) -> tuple[Tensor, Tensor]:
+    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor, g_dot: Tensor) -> Tensor:
         outputs = [*self.g, *self.rest]
         dots = [*self.model.layout.views(theta_dot), *self.model.stats_layout.views(r_dot), w_dot]
-        g, r = self._rows(outputs, dots, [self.theta, self.y], len(theta_dot))
-        return g, r
+        after = torch.zeros_like(r_dot)
+        self._rows(outputs, dots, [(self.theta, g_dot), (self.y, after)])
+        return after
 
     def _rows(
         self,
         outputs: Sequence[Tensor | None],
         blocks: Sequence[Tensor],
-        targets: Sequence[Sequence[Tensor]],
-        b: int,
-    ) -> list[Tensor]:
-        """Σ over outputs of their pull of each row, packed by group of targets: (b, size)."""
+        targets: Sequence[tuple[Sequence[Tensor], Tensor]],
+    ) -> None:
+        """Pull every row of the outputs' blocks back, and add it to the blocks of the targets."""
         pairs = [
             (o, x)
             for o, x in zip(outputs, blocks, strict=True)
             if o is not None and o.requires_grad
         ]
-        sizes = [sum(t.numel() for t in group) for group in targets]
-        results = [self.state.params.new_zeros(b, size) for size in sizes]
-        inputs = [t for group in targets for t in group]
+        inputs = [leaf for leaves, _ in targets for leaf in leaves]
         if not pairs or not inputs:
-            return results
-        live, rows = [o for o, _ in pairs], [x for _, x in pairs]
-        if self.batched:
-            grads = _walk(live, inputs, rows, batched=True)
-            _scatter(results, targets, grads, lambda result: result)
-            return results
-        for i in range(b):
-            grads = _walk(live, inputs, [x[i] for x in rows], batched=False)
-            _scatter(results, targets, grads, lambda result, i=i: result[i])  # type: ignore[misc]
-        return results
-
-
-def _walk(
-    outputs: list[Tensor], inputs: list[Tensor], bars: list[Tensor], batched: bool
-) -> list[Tensor | None]:
-    return list(
-        torch.autograd.grad(
-            outputs, inputs, bars, retain_graph=True, allow_unused=True, is_grads_batched=batched
+            return
+        live = [o for o, _ in pairs]
+        walk = functools.partial(
+            torch.autograd.grad, live, inputs, retain_graph=True, allow_unused=True
         )
-    )
+        if self.batched:
+            _add(targets, walk([x for _, x in pairs], is_grads_batched=True))
+            return
+        for i in range(len(blocks[0])):
+            row = [(leaves, block[i]) for leaves, block in targets]
+            _add(row, walk([x[i] for _, x in pairs]))
 
 
-def _scatter(
-    results: Sequence[Tensor],
-    targets: Sequence[Sequence[Tensor]],
-    grads: Sequence[Tensor | None],
-    place: Callable[[Tensor], Tensor],
+def _add(
+    targets: Sequence[tuple[Sequence[Tensor], Tensor]], grads: Sequence[Tensor | None]
 ) -> None:
-    """Write gradients of the targets side by side into the results; absent ones stay zero."""
+    """Add gradients of the leaves to where they lie side by side in flat rows or blocks."""
     remaining = iter(grads)
-    for result, group in zip(results, targets, strict=True):
-        row, start = place(result), 0
-        for target in group:
-            grad = next(remaining)
-            stop = start + target.numel()
+    for leaves, flat in targets:
+        start = 0
+        for leaf in leaves:
+            grad, stop = next(remaining), start + leaf.numel()
             if grad is not None:
-                row[..., start:stop].view(*row.shape[:-1], *target.shape).copy_(grad)
+                flat[..., start:stop].view(*flat.shape[:-1], *leaf.shape).add_(grad)
             start = stop
 
 
@@ -366,21 +372,21 @@ class ForwardOverReverse:
 
         return torch.func.vmap(one, randomness="same")(*block)
 
-    def pull(self, g_bar: Tensor, r_bar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        b = len(g_bar)
-        zeros = self.part.w.new_zeros(b, len(self.part.w))
+    def pull(self, g_bar: Tensor, r_bar: Tensor, theta_bar: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = self.part.w.new_zeros(len(g_bar), len(self.part.w))
         theta, r, w, _ = self._product(g_bar, torch.zeros_like(r_bar), zeros, r_bar)
-        return self._pack(0, theta, b), self._pack(1, r, b), w
+        _add([(self.layouts[0].views(self.state.params), theta_bar)], theta)
+        return self._pack(r, len(g_bar)), w
 
-    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor) -> tuple[Tensor, Tensor]:
-        b = len(theta_dot)
+    def push(self, theta_dot: Tensor, r_dot: Tensor, w_dot: Tensor, g_dot: Tensor) -> Tensor:
         theta, _, _, y = self._product(theta_dot, r_dot, w_dot, torch.zeros_like(r_dot))
-        return self._pack(0, theta, b), self._pack(1, y, b)
+        _add([(self.layouts[0].views(self.state.params), g_dot)], theta)
+        return self._pack(y, len(theta_dot))
 
-    def _pack(self, which: int, tensors: Sequence[Tensor], b: int) -> Tensor:
-        if not tensors:
+    def _pack(self, stats: Sequence[Tensor], b: int) -> Tensor:
+        if not stats:
             return self.state.stats.new_zeros(b, 0)
-        return self.layouts[which].pack(tensors, (b,))
+        return self.layouts[1].pack(stats, (b,))
 
 
 IMPLEMENTATIONS: dict[str, Linearize] = {

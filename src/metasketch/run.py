@@ -198,7 +198,7 @@ class Run:
     def _bar(self, rows: Tensor) -> State:
         params, stats = rows.split([self.num_params, len(self.final.stats)], dim=1)
         zeros = self.final.zeros(len(rows))
-        return State(params.contiguous(), stats.contiguous(), zeros.slots)
+        return State(params.clone(), stats.clone(), zeros.slots)
 
     def _how(self, mode: str, b: int) -> str:
         """The implementation for a block, measured once and then kept."""

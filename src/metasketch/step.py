@@ -16,7 +16,7 @@ from torch import Tensor
 
 from metasketch import optim
 from metasketch.data import Batch, Batches
-from metasketch.errors import DerivativeError, NumericalError
+from metasketch.errors import NumericalError
 from metasketch.functional import FunctionalModel
 from metasketch.gradient import (
     IMPLEMENTATIONS,
@@ -26,6 +26,7 @@ from metasketch.gradient import (
     Part,
     gradient,
     parts,
+    require_positive,
 )
 from metasketch.recipe import Recipe
 from metasketch.state import State
@@ -93,31 +94,48 @@ class Step:
         return *_sum(found, t), starts
 
     def push(
-        self, state: State, t: int, w: Tensor, batch: Batch, dot: State, w_dot: Tensor, how: str
+        self,
+        state: State,
+        t: int,
+        w: Tensor,
+        batch: Batch,
+        dot: State,
+        w_dot: Tensor,
+        how: str,
+        g_dot: Tensor,
     ) -> State:
         """Tangents of s_{t+1} from those of s_t, (b, ·), and of the weights of the batch, (b, m).
 
+        ``dot`` is used up: its memory holds the result. ``g_dot`` is scratch, (b, P).
         Cost: 1 + 2b.
         """
         found: list[Gradient] = []
-        g_dot = torch.zeros_like(dot.params)
         at, r_dot = state, dot.stats
+        g_dot.zero_()
         for part in parts(self.recipe, t, batch, w):
             linear = IMPLEMENTATIONS[how](self.function, part, at, True)
-            part_dot, r_dot = linear.push(dot.params, r_dot, w_dot[:, part.rows])
-            g_dot += part_dot
+            r_dot = linear.push(dot.params, r_dot, w_dot[:, part.rows], g_dot)
             found.append(linear.gradient())
             at = State(state.params, found[-1].stats, state.slots, found[-1].counts)
             del linear
         total, count = _sum(found, t)
         jacobian = self.update.linearize(state, total.g, t)
-        return jacobian.push(State(dot.params, r_dot, dot.slots), g_dot / count)
+        jacobian.push(dot, _divided_(g_dot, count))
+        return State(dot.params, r_dot, dot.slots)
 
     def pull(
-        self, state: State, t: int, w: Tensor, batch: Batch, bar: State, how: str
+        self,
+        state: State,
+        t: int,
+        w: Tensor,
+        batch: Batch,
+        bar: State,
+        how: str,
+        g_bar: Tensor,
     ) -> tuple[State, Tensor]:
         """Cotangents of s_t and of the weights of the batch, (b, m), from those of s_{t+1}.
 
+        ``bar`` is used up: its memory holds the result. ``g_bar`` is scratch, (b, P).
         Cost: 1 + 2b, and one gradient more with microbatches, because the update's Jacobian
         needs the whole gradient before the first of them can be walked back.
         """
@@ -130,17 +148,16 @@ class Step:
         else:
             total, count, starts = self._total(state, t, w, batch)
         jacobian = self.update.linearize(state, total.g, t)
-        before, g_bar = jacobian.pull(bar)
-        g_bar = g_bar / count
-        theta_bar, r_bar = before.params, bar.stats
+        jacobian.pull(bar, g_bar)
+        _divided_(g_bar, count)
+        r_bar = bar.stats
         w_bar = g_bar.new_zeros(len(g_bar), pieces[-1].rows.stop)
         for part, at in reversed(starts):
             if linear is None:
                 linear = IMPLEMENTATIONS[how](self.function, part, at, False)
-            part_bar, r_bar, w_bar[:, part.rows] = linear.pull(g_bar, r_bar)
-            theta_bar += part_bar
+            r_bar, w_bar[:, part.rows] = linear.pull(g_bar, r_bar, bar.params)
             linear = None
-        return State(theta_bar, r_bar, before.slots), w_bar
+        return State(bar.params, r_bar, bar.slots), w_bar
 
     def _check_finite(self, total: Gradient, t: int) -> None:
         if bool(torch.isfinite(total.g.sum() + total.losses.sum())):
@@ -170,22 +187,17 @@ class Step:
 
 
 def _sum(found: Sequence[Gradient], t: int) -> tuple[Gradient, Tensor | float]:
-    """The gradient of a whole step from those of its microbatches, and the step's normaliser."""
-    count = sum((part.count for part in found[1:]), start=found[0].count)
-    if not count > 0:
-        raise NumericalError(
-            f"step {t} counts {float(count)} examples or tokens: its loss would be divided by "
-            "zero. Leave out batches in which nothing counts"
-        )
+    """The gradient of a whole step from those of its microbatches, and what divides it still."""
+    if len(found) == 1:
+        return found[0], found[0].count
+    count = require_positive(sum((p.count for p in found[1:]), start=found[0].count), t)
     g = found[0].g
     for part in found[1:]:
         g = g + part.g
-    losses = torch.cat([part.losses for part in found]) if len(found) > 1 else found[0].losses
-    return Gradient(g / count, count, found[-1].stats, found[-1].counts, losses.detach()), count
+    losses = torch.cat([part.losses for part in found]).detach()
+    return Gradient(g / count, count, found[-1].stats, found[-1].counts, losses), count
 
 
-def explain(error: Exception, how: str) -> DerivativeError:
-    """A derivative that torch does not have, in our words."""
-    return DerivativeError(
-        f"the model or loss cannot be differentiated twice ({how}): {str(error).splitlines()[0]}"
-    )
+def _divided_(block: Tensor, count: Tensor | float) -> Tensor:
+    """A block divided in place by what divides a step's sum."""
+    return block if isinstance(count, float) and count == 1.0 else block.div_(count)

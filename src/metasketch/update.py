@@ -1,9 +1,9 @@
 """The update half of a step, (θ, g, slots) -> (θ', slots'), and its Jacobian on blocks.
 
 The Jacobian comes from autograd on the optimiser's rule. For an elementwise rule it is diagonal:
-its few coefficient vectors are found once a step, and a block of any number of rows, in either
-direction, then costs one multiplication for each of them. `push` and `pull` read the same
-coefficients, so they are adjoint by construction.
+its few coefficients are found once a step, and a row, in either direction, then costs one
+multiplication for each. `push` and `pull` read the same coefficients, so they are adjoint by
+construction.
 """
 
 from collections.abc import Sequence
@@ -71,79 +71,110 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateJacobian:
-    """d(θ', slots') / d(θ, g, slots), applied to blocks in both directions."""
+    """d(θ', slots') / d(θ, g, slots), applied to blocks in both directions.
+
+    Blocks are changed in place and row by row, so that what a row needs stays in the cache and a
+    sweep allocates nothing of the size of a block.
+    """
 
     update: Update
     blocks: "tuple[DiagonalJacobian | DenseJacobian, ...]"
     clip: "ClipJacobian | None"
 
-    def push(self, dot: State, g_dot: Tensor) -> State:
-        """Tangents of (θ', slots') from those of (θ, slots) and of the gradient."""
+    def push(self, dot: State, g_dot: Tensor) -> None:
+        """Turn tangents of (θ, slots) into those of (θ', slots'), given the gradient's."""
         if self.clip is not None:
-            g_dot = self.clip.apply(g_dot)
-        names = self.update.slot_names
-        inputs = [dot.params, g_dot, *(dot.slots[name] for name in names)]
-        outputs = [torch.empty_like(dot.params) for _ in range(1 + len(names))]
+            self.clip.apply_(g_dot)
+        outputs = [dot.params, *(dot.slots[name] for name in self.update.slot_names)]
+        inputs = [dot.params, g_dot, *outputs[1:]]
         for segment, block in zip(self.update.segments, self.blocks, strict=True):
             at = slice(segment.start, segment.stop)
-            block.push([x[:, at] for x in inputs], [x[:, at] for x in outputs])
-        params, *slots = outputs
-        return State(params, dot.stats, dict(zip(names, slots, strict=True)))
+            for i in range(len(g_dot)):
+                rows = block.push([x[i, at] for x in inputs])
+                _assign([x[i, at] for x in outputs], rows)
 
-    def pull(self, bar: State) -> tuple[State, Tensor]:
-        """Cotangents of (θ, slots) and of the gradient from those of (θ', slots')."""
-        names = self.update.slot_names
-        outputs = [bar.params, *(bar.slots[name] for name in names)]
-        inputs = [torch.empty_like(bar.params) for _ in range(2 + len(names))]
+    def pull(self, bar: State, g_bar: Tensor) -> None:
+        """Turn cotangents of (θ', slots') into those of (θ, slots), and write the gradient's."""
+        outputs = [bar.params, *(bar.slots[name] for name in self.update.slot_names)]
+        inputs = [bar.params, g_bar, *outputs[1:]]
         for segment, block in zip(self.update.segments, self.blocks, strict=True):
             at = slice(segment.start, segment.stop)
-            block.pull([x[:, at] for x in outputs], [x[:, at] for x in inputs])
-        params, g_bar, *slots = inputs
+            for i in range(len(g_bar)):
+                rows = block.pull([x[i, at] for x in outputs])
+                _assign([x[i, at] for x in inputs], rows)
         if self.clip is not None:
-            g_bar = self.clip.apply(g_bar)
-        return State(params, bar.stats, dict(zip(names, slots, strict=True))), g_bar
+            self.clip.apply_(g_bar)
+
+
+def _assign(targets: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        if value is not None:
+            target.copy_(value)
+
+
+Coefficient = Tensor | float
+"""A diagonal: a vector, or one number where all entries are equal (as for SGD)."""
 
 
 @dataclass(frozen=True)
 class DiagonalJacobian:
-    """The Jacobian of an elementwise rule: ``coefficients[out][in]`` (n,), None where zero."""
+    """The Jacobian of an elementwise rule: ``coefficients[out][in]``; 0.0 where it vanishes."""
 
-    coefficients: list[list[Tensor | None]]
+    coefficients: list[list[Coefficient]]
 
     @classmethod
     def of(cls, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> "DiagonalJacobian":
-        rows: list[list[Tensor | None]] = []
+        rows: list[list[Coefficient]] = []
         for output in outputs:
             row: list[Tensor | None] = [None] * len(inputs)
             if output.requires_grad:
                 ones = torch.ones_like(output)
                 row = list(torch.autograd.grad(output, inputs, ones, True, allow_unused=True))
-            rows.append(row)
+            rows.append([0.0 if c is None else _simplest(c) for c in row])
         return cls(rows)
 
-    def push(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        for output, row in zip(outputs, self.coefficients, strict=True):
-            _combine(output, inputs, row)
+    def push(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """New values of (θ, slots) from (θ, g, slots); None for one that stays as it is."""
+        return [
+            _combine(inputs, row, own=0 if out == 0 else out + 1)
+            for out, row in enumerate(self.coefficients)
+        ]
 
-    def pull(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        for i, target in enumerate(inputs):
-            _combine(target, outputs, [row[i] for row in self.coefficients])
+    def pull(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """New values of (θ, g, slots) from (θ, slots); None for one that stays as it is."""
+        columns = zip(*self.coefficients, strict=True)
+        own = (0, None, *range(1, len(outputs)))
+        return [_combine(outputs, column, o) for column, o in zip(columns, own, strict=True)]
 
 
-def _combine(target: Tensor, blocks: Sequence[Tensor], row: Sequence[Tensor | None]) -> None:
-    """target ← Σ coefficient · block, over the coefficients that are not zero."""
-    terms = [(x, c) for x, c in zip(blocks, row, strict=True) if c is not None]
-    if not terms:
-        target.zero_()
-        return
-    torch.mul(terms[0][0], terms[0][1], out=target)
-    for block, coefficient in terms[1:]:
-        target.addcmul_(block, coefficient)
+def _simplest(coefficient: Tensor) -> Coefficient:
+    low, high = torch.aminmax(coefficient)
+    return float(low) if bool(low == high) else coefficient
+
+
+def _combine(
+    rows: Sequence[Tensor], coefficients: Sequence[Coefficient], own: int | None
+) -> Tensor | None:
+    """Σ coefficient · row, or None where that is the row ``own`` itself."""
+    constants = [c if isinstance(c, float) else None for c in coefficients]
+    if own is not None and constants == [float(i == own) for i in range(len(rows))]:
+        return None
+    total: Tensor | None = None
+    for row, c in zip(rows, coefficients, strict=True):
+        if isinstance(c, float) and c == 0.0:
+            continue
+        if total is None:
+            total = row * c
+        elif isinstance(c, float):
+            total = torch.add(total, row, alpha=c)
+        else:
+            total = torch.addcmul(total, row, c)
+    return torch.zeros_like(rows[0]) if total is None else total
 
 
 @dataclass(frozen=True)
 class DenseJacobian:
-    """The Jacobian of any rule, applied row by row through its graph."""
+    """The Jacobian of any rule, applied through its graph."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -164,23 +195,17 @@ class DenseJacobian:
         )
         return list(grads)
 
-    def push(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def push(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         # The pull is linear in its cotangent u, so its own pull in u is the push.
         u = [torch.zeros_like(x, requires_grad=True) for x in self.outputs]
         pulled = self._vjp(u, create_graph=True)
-        for i in range(len(outputs[0])):
-            rows = [x[i].view(y.shape) for x, y in zip(inputs, self.inputs, strict=True)]
-            pushed = torch.autograd.grad(
-                pulled, u, rows, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for target, row in zip(outputs, pushed, strict=True):
-                target[i].copy_(row.reshape(-1))
+        shaped = [x.view(y.shape) for x, y in zip(inputs, self.inputs, strict=True)]
+        pushed = torch.autograd.grad(pulled, u, shaped, allow_unused=True, materialize_grads=True)
+        return [x.reshape(-1) for x in pushed]
 
-    def pull(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        for i in range(len(outputs[0])):
-            rows = [x[i].view(y.shape) for x, y in zip(outputs, self.outputs, strict=True)]
-            for target, row in zip(inputs, self._vjp(rows, create_graph=False), strict=True):
-                target[i].copy_(row.reshape(-1))
+    def pull(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        shaped = [x.view(y.shape) for x, y in zip(outputs, self.outputs, strict=True)]
+        return [x.reshape(-1) for x in self._vjp(shaped, create_graph=False)]
 
 
 @dataclass(frozen=True)
@@ -199,5 +224,6 @@ class ClipJacobian:
         (slope,) = torch.autograd.grad(factor, squared)
         return cls(factor.detach(), slope, g)
 
-    def apply(self, block: Tensor) -> Tensor:
-        return torch.addr(block * self.factor, block @ self.g, self.g, alpha=2 * float(self.slope))
+    def apply_(self, block: Tensor) -> None:
+        along = block @ self.g
+        block.mul_(self.factor).addr_(along, self.g, alpha=2 * float(self.slope))
