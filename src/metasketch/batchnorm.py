@@ -12,6 +12,7 @@ provides for the time of one evaluation.
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,10 +26,14 @@ _ATTRIBUTE = "_metasketch_statistics"
 
 @dataclass
 class Statistics:
-    """Current running statistics and batch counts, by the names of the model's buffers."""
+    """Current running statistics and batch counts, by the names of the model's buffers.
+
+    Where their derivative is not asked for, torch's fused kernel updates them on the way.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    differentiable: bool = True
 
 
 class _Functional(_BatchNorm):
@@ -38,15 +43,21 @@ class _Functional(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         prefix, statistics = getattr(self, _ATTRIBUTE)
         if not self.track_running_stats:
-            return _normalize_by_batch(self, input)
+            if self.training or self.running_mean is None or self.running_var is None:
+                return _normalize_by_batch(self, input)
+            return _normalize(self, input, self.running_mean, self.running_var)
         mean_name, var_name = f"{prefix}running_mean", f"{prefix}running_var"
         if not self.training:
             mean, var = statistics.tensors[mean_name], statistics.tensors[var_name]
             return _normalize(self, input, mean, var)
-        output = _normalize_by_batch(self, input)
         count_name = f"{prefix}num_batches_tracked"
         statistics.counts[count_name] = count = statistics.counts[count_name] + 1
         a = 1.0 / count if self.momentum is None else self.momentum
+        if not statistics.differentiable:
+            mean, var = (statistics.tensors[name].clone() for name in (mean_name, var_name))
+            statistics.tensors |= {mean_name: mean, var_name: var}
+            return F.batch_norm(input, mean, var, self.weight, self.bias, True, a, self.eps)
+        output = _normalize_by_batch(self, input)
         dims = [d for d in range(input.dim()) if d != 1]
         var, mean = torch.var_mean(input, dims)
         for name, batch in ((mean_name, mean), (var_name, var)):
@@ -67,15 +78,20 @@ def _normalize(module: _BatchNorm, x: Tensor, mean: Tensor, var: Tensor) -> Tens
     return x * scale.view(shape) + shift.view(shape)
 
 
-_FUNCTIONAL: dict[type, type] = {
-    plain: type(plain.__name__, (_Functional, plain), {}) for plain in _PLAIN
-}
-_BACK = {functional: plain for plain, functional in _FUNCTIONAL.items()}
+_BACK: dict[type, type] = {}
+"""From the classes that `_functional` made to those of the user."""
+
+
+@cache
+def _functional(plain: type) -> type:
+    made = type(plain.__name__, (_Functional, plain), {})
+    _BACK[made] = plain
+    return made
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own BatchNorm classes, and tracks statistics."""
-    return type(module) in _FUNCTIONAL
+    """Whether a module is one of torch's BatchNorms, or a subclass with the same forward."""
+    return isinstance(module, _PLAIN) and type(module).forward is _BatchNorm.forward
 
 
 def make_functional(model: nn.Module) -> Statistics:
@@ -98,7 +114,7 @@ def make_functional(model: nn.Module) -> Statistics:
             count = int(module.num_batches_tracked)
             statistics.counts[f"{prefix}num_batches_tracked"] = count
         object.__setattr__(module, _ATTRIBUTE, (prefix, statistics))
-        module.__class__ = _FUNCTIONAL[type(module)]
+        module.__class__ = _functional(type(module))
     return statistics
 
 

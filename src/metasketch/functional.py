@@ -36,15 +36,25 @@ class FunctionalModel:
         self.stats_layout = Layout.of(statistics.tensors)
         self._places = _places(module, layout.names)
         trainable = set(layout.names)
-        self._fixed: list[Tensor] = [p for n, p in module.named_parameters() if n not in trainable]
-        self._fixed += [b for n, b in module.named_buffers() if n not in statistics.tensors]
-        self._versions = [t._version for t in self._fixed]
+        self._fixed: dict[str, Tensor] = {
+            **{n: p for n, p in module.named_parameters() if n not in trainable},
+            **{n: b for n, b in module.named_buffers() if n not in statistics.tensors},
+        }
+        self._versions = {n: t._version for n, t in self._fixed.items()}
 
     @classmethod
     def copy_of(cls, model: nn.Module) -> "FunctionalModel":
         """Copy a user's module, in training mode; the original is not touched."""
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        module = copy.deepcopy(model, dict(frozen))
+        try:
+            module = copy.deepcopy(model, dict(frozen))
+        except Exception as error:
+            raise ModelError(
+                f"the model cannot be copied (copy.deepcopy: {type(error).__name__}: {error}). "
+                "Old torch.nn.utils.weight_norm and spectral_norm do this after a forward pass, "
+                "and tensors with a graph kept as attributes: use torch.nn.utils.parametrizations, "
+                "and drop such attributes"
+            ) from error
         module.train()
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         statistics = batchnorm.make_functional(module)
@@ -70,21 +80,34 @@ class FunctionalModel:
 
     def check_unchanged(self) -> None:
         """Refuse frozen weights and buffers that were changed in place since they were shared."""
-        if [t._version for t in self._fixed] != self._versions:
-            raise ModelError(
-                "a frozen parameter or a buffer of the model was changed in place after the "
-                "recipe was made (by the loss, or outside): make the recipe again, and keep "
-                "frozen weights as they are while its runs are in use"
-            )
+        for name, tensor in self._fixed.items():
+            if tensor._version != self._versions[name]:
+                raise ModelError(
+                    f"{name!r}, a frozen parameter or a buffer of the model, was changed in place "
+                    "after the recipe was made (by the loss, or outside): make the recipe again, "
+                    "and keep frozen weights as they are while its runs are in use"
+                )
+
+    @property
+    def idle(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters of the module that are not in the layout."""
+        named = self.module.named_parameters()
+        return {n: p for n, p in named if p.requires_grad and n not in self.layout.names}
 
     @contextlib.contextmanager
     def bound(
-        self, params: Sequence[Tensor], stats: Sequence[Tensor], counts: Mapping[str, int]
+        self,
+        params: Sequence[Tensor],
+        stats: Sequence[Tensor],
+        counts: Mapping[str, int],
+        differentiable: bool = True,
     ) -> Iterator[nn.Module]:
         """The module with these parameters and statistics in place, while the block runs.
 
-        Afterwards `statistics_after` has what the evaluation made of the statistics.
+        Afterwards `statistics_after` has what the evaluation made of the statistics, with their
+        derivative if it is asked for.
         """
+        self._statistics.differentiable = differentiable
         replaced = []
         names = self.stats_layout.names
         before = (self._statistics.tensors, self._statistics.counts)
@@ -151,7 +174,7 @@ def check_model(model: Any, low_precision: bool) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, _LAZY):
             raise ModelError(
-                f"{name} is lazy and has no shape yet: run one batch through the model"
+                f"{name!r} is lazy and has no shape yet: run one batch through the model first"
             )
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -163,18 +186,29 @@ def check_model(model: Any, low_precision: bool) -> None:
     _check_tensors(trainable, low_precision)
 
 
+def called(path: str, module: nn.Module | str) -> str:
+    """How messages name a module: ``module 'layers.0' (Linear)``."""
+    kind = module if isinstance(module, str) else type(module).__name__
+    return f"module {path!r} ({kind})" if path else f"the model itself ({kind})"
+
+
 def _check_buffers(name: str, module: nn.Module) -> None:
     keeps = getattr(module, "track_running_stats", False)
-    if isinstance(module, nn.SyncBatchNorm) or (isinstance(module, _InstanceNorm) and keeps):
+    if isinstance(module, nn.SyncBatchNorm):
         raise ModelError(
-            f"module {name!r} ({type(module).__name__}) keeps running statistics that are not "
-            "part of the differentiable state: use BatchNorm1d/2d/3d, or an instance norm with "
-            "track_running_stats=False"
+            f"{called(name, module)} takes its statistics over several processes, which is not "
+            "differentiated through: use BatchNorm1d, 2d or 3d"
+        )
+    if isinstance(module, _InstanceNorm) and keeps:
+        raise ModelError(
+            f"{called(name, module)} keeps running statistics, which are differentiated through "
+            "in BatchNorm only: make it with track_running_stats=False"
         )
     if isinstance(module, _BatchNorm) and keeps and not batchnorm.is_plain(module):
         raise ModelError(
-            f"module {name!r} is a {type(module).__name__}, a subclass of BatchNorm with a "
-            "forward of its own: only torch's BatchNorm1d, 2d and 3d are differentiated through"
+            f"{called(name, module)} is a subclass of BatchNorm with a forward of its own: only "
+            "that of torch's BatchNorm1d, 2d and 3d is differentiated through. Use one of them, "
+            "and put the rest into a module beside it"
         )
 
 
@@ -200,7 +234,10 @@ def _check_tensors(trainable: dict[str, nn.Parameter], low_precision: bool) -> N
                 f"{message}. Train in float32 (model.float()), freeze what may stay in "
                 f"{dtype}, or ask for it by name with Recipe(low_precision=True)"
             )
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, stacklevel=5)  # the line that makes the recipe
     for name, parameter in trainable.items():
         if not torch.isfinite(parameter).all():
-            raise ModelError(f"parameter {name!r} holds NaN or infinity before training")
+            raise ModelError(
+                f"parameter {name!r} holds NaN or infinity before training: initialise it, or "
+                "load a checkpoint that is intact"
+            )

@@ -78,23 +78,35 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class LossFunction:
-    """The loss of a recipe as a function of parameters, statistics and data weights."""
+    """The loss of a recipe as a function of parameters, statistics and data weights.
+
+    Attributes:
+        fused: first derivatives may use torch's fused attention, which has no second ones. It was
+            checked to compute the same function here, and a run records it.
+    """
 
     recipe: Recipe
     functional: FunctionalModel
+    fused: bool = False
 
     def __call__(
-        self, part: Part, params: Sequence[Tensor], stats: Sequence[Tensor], state: State, w: Tensor
+        self,
+        part: Part,
+        params: Sequence[Tensor],
+        stats: Sequence[Tensor],
+        state: State,
+        w: Tensor,
+        first_order: bool = False,
     ) -> Evaluation:
         recipe = self.recipe
         keywords = {"step": part.t} if recipe.loss_takes_step else {}
         versions = [t._version for t in tensors_of(part.batch)]
-        # NOTE: the fused attention kernels have neither a double backward nor a forward
-        # derivative; training uses the composite one too, so that it is what is differentiated.
+        # The fused attention kernels have neither a double backward nor a forward derivative.
+        fused = first_order and self.fused
         with (
             seeded(w.device, recipe.seed, "model", part.t, part.number),
-            sdpa_kernel(SDPBackend.MATH),
-            self.functional.bound(params, stats, state.counts) as model,
+            contextlib.nullcontext() if fused else sdpa_kernel(SDPBackend.MATH),
+            self.functional.bound(params, stats, state.counts, not first_order) as model,
         ):
             if recipe.loss_form == "scalar":
                 output = recipe.loss(model, part.batch, w, **keywords)
@@ -176,7 +188,7 @@ def gradient(function: LossFunction, part: Part, state: State) -> Gradient:
     layout = function.functional.layout
     theta = [view.detach().requires_grad_() for view in layout.views(state.params)]
     stats = function.functional.stats_layout.views(state.stats)
-    value = function(part, theta, stats, state, part.w)
+    value = function(part, theta, stats, state, part.w, first_order=True)
     grads = _first_order(value.total, theta, create_graph=False)
     return Gradient(
         layout.pack(grads), value.count, flat(value.stats, state), value.counts, value.losses

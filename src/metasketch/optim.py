@@ -219,6 +219,10 @@ class Segment:
     shape: torch.Size
     rule: Optimizer
 
+    def of(self, flat: Tensor) -> Tensor:
+        """This stretch of a flat vector, in the shape that the rule takes."""
+        return flat[self.start : self.stop].view(self.shape)
+
 
 def group_of(optimizer: Optimizer, name: str) -> int:
     """Index of the first group that takes the parameter, or the number of groups for the rest."""

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from metasketch.errors import LossError, MetasketchError, ModelError
-from metasketch.gradient import LossFunction, Part, parts
+from metasketch.functional import called
+from metasketch.gradient import LossFunction, Part, gradient, parts
 from metasketch.recipe import Recipe
 from metasketch.state import State
 from metasketch.step import Step
@@ -27,22 +30,25 @@ class Probe:
     Attributes:
         used: trainable parameters that take part in the loss; torch never updates the others.
         graph_bytes: memory that the graph of one gradient holds for its backward pass.
+        fused: training may use torch's fused attention, since it computes the same function here.
     """
 
     used: tuple[str, ...]
     graph_bytes: int
+    fused: bool
 
 
 def probe(recipe: Recipe, w: Tensor) -> Probe:
     """Look at the first microbatch of the first step."""
     step = Step.of(recipe)
     recipe.examples.check_unchanged()
-    order = recipe.order
-    recipe.examples.check_repeatable(order.batches[0][:2], order.epochs[0])
-    batch = step.batches.load(0)
+    recipe.functional.check_unchanged()
+    batch = step.batches.check_repeatable(0)
     part = next(parts(recipe, 0, batch, w))
     state = step.initial()
-    with _unchanged_buffers(step.model.module), _no_autocast(recipe, step.model.module):
+    attention = _SeesAttention()
+    module = step.model.module
+    with _unchanged_buffers(module), _no_autocast(recipe, module), attention:
         value, saved = _evaluate(step.function, part, state)
     if not value.total.requires_grad:
         raise LossError(
@@ -54,8 +60,41 @@ def probe(recipe: Recipe, w: Tensor) -> Probe:
     names = step.model.layout.names
     used = tuple(n for n, g in zip(names, grads, strict=True) if g is not None)
     if not used:
-        raise LossError("no trainable parameter of the model takes part in the loss")
-    return Probe(used, sum(saved.values()))
+        raise LossError(
+            "no trainable parameter of the model takes part in the loss: it must compute with the "
+            "model that it is given, loss(model, batch), not with another one from outside"
+        )
+    # On a GPU the fused kernels draw other dropout masks, and are not all deterministic.
+    may_fuse = attention.seen and recipe.device.type == "cpu"
+    by_name = dict(zip(names, grads, strict=True))
+    fused = may_fuse and _fused_agrees(recipe, used, part, by_name)
+    return Probe(used, sum(saved.values()), fused)
+
+
+class _SeesAttention(TorchFunctionMode):
+    """Notices scaled_dot_product_attention."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_agrees(
+    recipe: Recipe, used: tuple[str, ...], part: Part, expected: dict[str, Tensor | None]
+) -> bool:
+    """Whether the gradient with fused attention is the composite one's, to rounding."""
+    step = Step.of(recipe, used, fused=True)
+    layout = step.model.layout
+    try:
+        g = gradient(step.function, part, step.initial()).g
+    except RuntimeError:
+        return False
+    reference = layout.pack([e for n in layout.names if (e := expected[n]) is not None])
+    tolerance = 1e-10 if g.dtype == torch.float64 else 1e-4
+    gap = torch.linalg.vector_norm(g - reference)
+    return bool(gap <= tolerance * torch.linalg.vector_norm(reference))
 
 
 def _evaluate(function: LossFunction, part: Part, state: State) -> tuple[Any, dict[Any, Any]]:
@@ -99,9 +138,9 @@ def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
         if name in before and before[name] != (id(buffer), buffer._version):
             path, kind, _ = owners[name]
             raise ModelError(
-                f"module {path or '(the model)'!r} ({kind}) changes its buffer {name!r} while "
-                "training: of such state only BatchNorm's running statistics are differentiated "
-                "through. Replace the module, or make the buffer constant"
+                f"{called(path, kind)} changes its buffer {name!r} while training: of such state "
+                "only BatchNorm's running statistics are differentiated through. Replace the "
+                "module, or make the buffer constant"
             )
 
 

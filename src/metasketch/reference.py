@@ -51,7 +51,7 @@ def _update(
     outputs = []
     for segment in step.update.segments:
         whole = [theta, g, *(slots[name] for name in names)]
-        inputs = [x[segment.start : segment.stop].view(segment.shape) for x in whole]
+        inputs = [segment.of(x) for x in whole]
         rate = segment.rule.lr * step.recipe.rates[t]
         after, slots_after = segment.rule.rule(rate, t, inputs[0], inputs[1], tuple(inputs[2:]))
         outputs.append([x.reshape(-1) for x in (after, *slots_after)])

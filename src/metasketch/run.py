@@ -274,7 +274,7 @@ def train(
         return run
     with _setting(recipe, num_threads):
         first = probe(recipe, w)
-        step = Step.of(recipe, first.used)
+        step = Step.of(recipe, first.used, first.fused)
         state = step.initial()
         sizes = _sizes(state, first.graph_bytes, recipe.num_examples)
         plan, saved = _plan(budget, sizes, recipe.num_steps, disk, store is not None)
@@ -329,6 +329,7 @@ def _begin(run: Run, store: RunStore, saved: list[int]) -> tuple[int, State]:
         "facts": facts,
         "num_threads": run.num_threads,
         "used": list(run.step.model.layout.names),
+        "fused": run.step.fused,
         "graph_bytes": run.sizes.graph,
         "saved": saved,
         "implementations": {},
@@ -402,7 +403,7 @@ def load_run(
             f"the run in {Path(store)} is not finished: call train(recipe, store=...) to go on"
         )
     with _setting(recipe, record["num_threads"]):
-        step = Step.of(recipe, record["used"])
+        step = Step.of(recipe, record["used"], record["fused"])
         sizes = _sizes(step.initial(), record["graph_bytes"], recipe.num_examples)
         budget = Budget.parse(memory)
         saved = record["saved"]

@@ -70,7 +70,9 @@ def checksum(tensor: Tensor) -> int:
     keys = _keys(tensor.device, _KEYS, "columns")
     total = (words[rows * _KEYS :] * keys[:rest]).sum() * 3
     if rows:
-        columns = (words[: rows * _KEYS].view(rows, _KEYS) * keys).sum(dim=1)
+        block = words[: rows * _KEYS].view(rows, _KEYS)
+        # Integer matrix products exist on the CPU alone, where they need no intermediate.
+        columns = (block * keys).sum(dim=1) if block.is_cuda else torch.mv(block, keys)
         total = total + (columns * _keys(tensor.device, rows, "rows")).sum()
     if tail.numel():
         total = total + (tail.to(torch.int64) * keys[: tail.numel()]).sum() * 5

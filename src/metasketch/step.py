@@ -42,15 +42,17 @@ class Step:
         model: its module as a function, parameters in the order of the flat state.
         update: its optimiser over that state.
         batches: its data.
+        fused: training may use torch's fused attention: see `metasketch.gradient.LossFunction`.
     """
 
     recipe: Recipe
     model: FunctionalModel
     update: Update
     batches: Batches
+    fused: bool = False
 
     @classmethod
-    def of(cls, recipe: Recipe, used: Sequence[str] | None = None) -> "Step":
+    def of(cls, recipe: Recipe, used: Sequence[str] | None = None, fused: bool = False) -> "Step":
         """The steps of a recipe, over the parameters that take part in its loss (all, if None)."""
         names = recipe.functional.layout.names if used is None else used
         ordered = sorted(names, key=lambda name: optim.group_of(recipe.optimizer, name))
@@ -62,11 +64,11 @@ class Step:
             recipe.clip_norm,
         )
         batches = Batches(recipe.examples, recipe.order, recipe.augment, recipe.seed, recipe.device)
-        return cls(recipe, model, update, batches)
+        return cls(recipe, model, update, batches, fused)
 
     @property
     def function(self) -> LossFunction:
-        return LossFunction(self.recipe, self.model)
+        return LossFunction(self.recipe, self.model, self.fused)
 
     def initial(self) -> State:
         """The state before the first step."""

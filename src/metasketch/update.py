@@ -29,10 +29,6 @@ class Update:
     def init(self, params: Tensor) -> dict[str, Tensor]:
         return {name: torch.zeros_like(params) for name in self.slot_names}
 
-    def _inputs(self, segment: Segment, state: State, g: Tensor) -> list[Tensor]:
-        whole = [state.params, g, *(state.slots[name] for name in self.slot_names)]
-        return [x[segment.start : segment.stop].view(segment.shape) for x in whole]
-
     def _rule(self, segment: Segment, t: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         theta, g, *slots = inputs
         rate = segment.rule.lr * self.rates[t]
@@ -44,12 +40,13 @@ class Update:
         """Next parameters and slots."""
         if self.clip_norm is not None:
             g = g * optim.clip_factor(optim.norm(g), self.clip_norm)
-        parts = [self._rule(s, t, self._inputs(s, state, g)) for s in self.segments]
+        before = [state.params, g, *(state.slots[name] for name in self.slot_names)]
+        parts = [self._rule(s, t, [s.of(x) for x in before]) for s in self.segments]
         if len(parts) == 1:
-            params, *slots = (out.reshape(-1) for out in parts[0])
+            params, *slots = (x.reshape(-1) for x in parts[0])
         else:
             params, *slots = (
-                torch.cat([out.reshape(-1) for out in outs]) for outs in zip(*parts, strict=True)
+                torch.cat([x.reshape(-1) for x in outputs]) for outputs in zip(*parts, strict=True)
             )
         return params, dict(zip(self.slot_names, slots, strict=True))
 
@@ -60,8 +57,9 @@ class Update:
             clip = ClipJacobian.at(g, self.clip_norm)
             g = g * clip.factor
         blocks: list[DiagonalJacobian | DenseJacobian] = []
+        whole = [state.params, g, *(state.slots[name] for name in self.slot_names)]
         for segment in self.segments:
-            inputs = [x.detach().requires_grad_() for x in self._inputs(segment, state, g)]
+            inputs = [segment.of(x).detach().requires_grad_() for x in whole]
             with torch.enable_grad():
                 outputs = self._rule(segment, t, inputs)
             kind = DiagonalJacobian if segment.rule.elementwise else DenseJacobian
