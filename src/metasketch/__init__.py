@@ -18,8 +18,9 @@ from metasketch.errors import (
 from metasketch.optim import SGD, Adam, AdamW, Group
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
-from metasketch.run import Run, load_run, train
+from metasketch.run import Run
 from metasketch.schedules import constant, cosine, linear, linear_warmup, one_cycle
+from metasketch.train import load_run, train
 from metasketch.version import __version__
 
 __all__ = [

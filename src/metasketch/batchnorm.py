@@ -12,7 +12,6 @@ provides for the time of one evaluation.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -82,8 +81,10 @@ _BACK: dict[type, type] = {}
 """From the classes that `_functional` made to those of the user."""
 
 
-@cache
 def _functional(plain: type) -> type:
+    for made, origin in _BACK.items():
+        if origin is plain:
+            return made
     made = type(plain.__name__, (_Functional, plain), {})
     _BACK[made] = plain
     return made

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from metasketch.errors import DerivativeError
-from metasketch.gradient import LossFunction, Part
+from metasketch.gradient import LossFunction, Part, stops_short
 from metasketch.state import State
 
 
@@ -58,7 +58,7 @@ def _twice(
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
             leaves.append(value.detach().requires_grad_())
-            return leaves[-1]
+            return leaves[-1].clone()  # which the module may change in place, unlike a leaf
         return value
 
     try:
@@ -68,6 +68,8 @@ def _twice(
         if not isinstance(total, Tensor):
             return True
         first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+        if stops_short(first):
+            return False
         second = sum((g * g).sum() for g in first if g is not None and g.requires_grad)
         if isinstance(second, Tensor):
             torch.autograd.grad(second, leaves, allow_unused=True)

@@ -12,9 +12,10 @@ from metasketch.errors import MismatchError
 from metasketch.memory import Budget
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
-from metasketch.run import Run, train
+from metasketch.run import Run
 from metasketch.sizes import format_bytes
 from metasketch.state import digest
+from metasketch.train import train
 
 
 @dataclass(frozen=True)

@@ -157,3 +157,10 @@ def _cost_of(num_steps: int, kept: int, free: int) -> int:
     length, longer = divmod(num_steps, kept)
     shorter = (kept - longer) * binomial_cost(length, free + 1)
     return shorter + longer * binomial_cost(length + 1, free + 1)
+
+
+def plan_with(num_steps: int, memory: int, saved: tuple[int, ...]) -> Plan:
+    """The plan for states that are on disk already, or all of them in memory where they fit."""
+    if memory >= num_steps:
+        return plan(num_steps, memory)
+    return Plan(num_steps, saved, frozenset(saved), memory)

@@ -5,7 +5,8 @@ are read under a seed of (seed, epoch, example), so that ordinary random transfo
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -225,7 +226,7 @@ def _as_tensors(data: Any) -> Any:
     if isinstance(data, TensorDataset):
         return data.tensors
     if isinstance(data, np.ndarray):
-        return torch.as_tensor(data)
+        return _tensor(data)
     if not isinstance(data, tuple | dict):
         return data
     wrong = [x for x in _values(data) if not isinstance(x, Tensor | np.ndarray)]
@@ -235,11 +236,19 @@ def _as_tensors(data: Any) -> Any:
             "dict must hold tensors or arrays, whose first dimension counts examples. Make "
             "tensors of them, or give a list of examples"
         )
-    return map_tensors(lambda t: t, _map_leaves(_tensor, data))
+    return _map_leaves(_tensor, data)
 
 
 def _tensor(leaf: Any) -> Any:
-    return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    with warnings.catch_warnings():
+        # Read-only memory is as good as any other: the library writes to no data.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        try:
+            return torch.as_tensor(leaf)
+        except TypeError as error:
+            raise DataError(f"an array of the data cannot become a tensor: {error}") from None
 
 
 def _values(data: Any) -> tuple[Any, ...]:
@@ -322,7 +331,7 @@ class Batches:
             )
         return one
 
-    def along(self, steps: Iterator[int]) -> Iterator[tuple[int, Batch]]:
+    def along(self, steps: Iterator[int]) -> Generator[tuple[int, Batch], None, None]:
         """The batches of some steps in order, each read while the one before it is used."""
         if self.examples.in_memory and self.augment is None:
             for step in steps:
@@ -354,12 +363,12 @@ def slice_batch(batch: Batch, start: int, stop: int, m: int) -> Batch:
         return type(batch)(*(slice_batch(item, start, stop, m) for item in batch))
     if isinstance(batch, tuple | list) and any(isinstance(x, _NESTED) for x in batch):
         return type(batch)(slice_batch(item, start, stop, m) for item in batch)
+    if isinstance(batch, _PRINTED):
+        return batch  # the same for every example
     if not _counts(batch, m):
-        kind = (
-            f"a tensor of shape {tuple(batch.shape)}"
-            if isinstance(batch, Tensor)
-            else (f"a {type(batch).__name__}")
-        )
+        kind = f"a {type(batch).__name__}"
+        if isinstance(batch, Tensor | np.ndarray):
+            kind = f"a tensor of shape {tuple(batch.shape)}"
         raise DataError(
             f"a batch of {m} examples holds {kind}, which cannot be cut into microbatches: the "
             "first dimension of every tensor, and the length of every list, must count examples"

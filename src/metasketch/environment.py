@@ -15,7 +15,9 @@ from metasketch.randomness import preserved
 
 @contextlib.contextmanager
 def computing(device: torch.device, num_threads: int, cudnn: bool = True) -> Iterator[None]:
-    """Deterministic arithmetic with this many threads; the ambient generators are preserved.
+    """Deterministic, differentiable arithmetic with this many threads, whatever is set outside.
+
+    The ambient generators are preserved.
 
     Args:
         cudnn: False for models with recurrent layers, which have no double backward there.
@@ -23,6 +25,8 @@ def computing(device: torch.device, num_threads: int, cudnn: bool = True) -> Ite
     before = torch.get_num_threads()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(device))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         if before != num_threads:
             torch.set_num_threads(num_threads)
             stack.callback(torch.set_num_threads, before)

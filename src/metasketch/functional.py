@@ -28,6 +28,7 @@ class FunctionalModel:
     Attributes:
         module: the copy. Its parameters mean something only inside `bound`.
         layout: trainable parameters, in the order of the flat state.
+        idle: those that are not in the layout, because they take no part in the loss.
         stats_layout: BatchNorm running statistics.
     """
 
@@ -36,6 +37,9 @@ class FunctionalModel:
         self.stats_layout = Layout.of(statistics.tensors)
         self._places = _places(module, layout.names)
         trainable = set(layout.names)
+        self.idle: dict[str, nn.Parameter] = {
+            n: p for n, p in module.named_parameters() if p.requires_grad and n not in trainable
+        }
         self._fixed: dict[str, Tensor] = {
             **{n: p for n, p in module.named_parameters() if n not in trainable},
             **{n: b for n, b in module.named_buffers() if n not in statistics.tensors},
@@ -87,12 +91,6 @@ class FunctionalModel:
                     "after the recipe was made (by the loss, or outside): make the recipe again, "
                     "and keep frozen weights as they are while its runs are in use"
                 )
-
-    @property
-    def idle(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters of the module that are not in the layout."""
-        named = self.module.named_parameters()
-        return {n: p for n, p in named if p.requires_grad and n not in self.layout.names}
 
     @contextlib.contextmanager
     def bound(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metasketch.data import Batch, slice_batch, tensors_of
+from metasketch.data import Batch, map_tensors, slice_batch, tensors_of
 from metasketch.errors import LossError, NumericalError
 from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
@@ -101,6 +101,7 @@ class LossFunction:
         recipe = self.recipe
         keywords = {"step": part.t} if recipe.loss_takes_step else {}
         versions = [t._version for t in tensors_of(part.batch)]
+        batch = map_tensors(lambda t: t, part.batch)  # containers that the loss may take apart
         # The fused attention kernels have neither a double backward nor a forward derivative.
         fused = first_order and self.fused
         with (
@@ -109,9 +110,9 @@ class LossFunction:
             self.functional.bound(params, stats, state.counts, not first_order) as model,
         ):
             if recipe.loss_form == "scalar":
-                output = recipe.loss(model, part.batch, w, **keywords)
+                output = recipe.loss(model, batch, w, **keywords)
             else:
-                output = recipe.loss(model, part.batch, **keywords)
+                output = recipe.loss(model, batch, **keywords)
         if [t._version for t in tensors_of(part.batch)] != versions:
             raise LossError(
                 f"the loss changes its batch in place (step {part.t}): work on a copy, or sweeps "
@@ -185,35 +186,44 @@ class Gradient:
 
 def gradient(function: LossFunction, part: Part, state: State) -> Gradient:
     """The first derivative alone, as training needs it. Cost: 1."""
-    layout = function.functional.layout
-    theta = [view.detach().requires_grad_() for view in layout.views(state.params)]
-    stats = function.functional.stats_layout.views(state.stats)
+    model = function.functional
+    theta = [view.detach().requires_grad_() for view in model.layout.views(state.params)]
+    stats = model.stats_layout.views(state.stats)
     value = function(part, theta, stats, state, part.w, first_order=True)
-    grads = _first_order(value.total, theta, create_graph=False)
-    return Gradient(
-        layout.pack(grads), value.count, flat(value.stats, state), value.counts, value.losses
-    )
+    require_differentiable(value.total)
+    idle = model.idle
+    grads = torch.autograd.grad(value.total, [*theta, *idle.values()], allow_unused=True)
+    for name, grad in zip(idle, grads[len(theta) :], strict=True):
+        if grad is not None:
+            raise _now_and_then(name, part.t)
+    g = model.layout.pack(require_used(grads[: len(theta)], model.layout.names, part.t))
+    losses = value.losses.detach()
+    return Gradient(g, value.count, flat(value.stats, state), value.counts, losses)
 
 
-def _first_order(total: Tensor, theta: Sequence[Tensor], create_graph: bool) -> list[Tensor]:
+def require_differentiable(total: Tensor) -> None:
+    """Refuse a loss without a graph."""
     if not total.requires_grad:
         raise LossError(
             "the loss does not depend on the model's trainable parameters: it must compute with "
             "the model that it is given, without torch.no_grad() or detach()"
         )
-    grads = torch.autograd.grad(total, theta, create_graph=create_graph, allow_unused=True)
-    return require_used(grads)
 
 
-def require_used(grads: Iterable[Tensor | None]) -> list[Tensor]:
+def require_used(grads: Sequence[Tensor | None], names: Sequence[str], t: int) -> list[Tensor]:
     """Gradients of parameters that took part in the first step have to be there in every step."""
-    present = [g for g in grads if g is not None]
-    if len(present) != len(list(grads)):
-        raise LossError(
-            "a parameter takes part in the loss in some steps and not in others, where torch "
-            "would skip its update: give it a zero share in the loss (+ 0 * parameter.sum())"
-        )
-    return present
+    for name, grad in zip(names, grads, strict=True):
+        if grad is None:
+            raise _now_and_then(name, t)
+    return [g for g in grads if g is not None]
+
+
+def _now_and_then(name: str, t: int) -> LossError:
+    return LossError(
+        f"parameter {name!r} takes part in the loss in some steps and not in others (as step {t} "
+        "shows), where torch would skip its update: give it a zero share in the loss "
+        "(+ 0 * parameter.sum())"
+    )
 
 
 def flat(stats: Sequence[Tensor], state: State) -> Tensor:
@@ -268,11 +278,15 @@ class DoubleBackward:
         for y, after in zip(self.y, value.stats, strict=False):
             total = total + (y * after).sum()
         inputs = [*self.theta, *self.r, self.w] if pushes else self.theta
-        if not total.requires_grad:
-            _first_order(total, self.theta, create_graph=False)
+        require_differentiable(total)
         grads = list(torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True))
-        self.g = require_used(grads[: len(self.theta)])
+        self.g = require_used(grads[: len(self.theta)], model.layout.names, part.t)
         self.rest = grads[len(self.theta) :]
+
+    def check_twice(self) -> None:
+        """Refuse a graph whose walk would leave out a share of the second derivative."""
+        if stops_short([*self.g, *self.rest]):
+            raise RuntimeError("it goes through a function that is marked @once_differentiable")
 
     def gradient(self) -> Gradient:
         g = self.model.layout.pack([g.detach() for g in self.g])
@@ -401,6 +415,26 @@ class ForwardOverReverse:
         return self.layouts[1].pack(stats, (b,))
 
 
+def stops_short(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether a graph of gradients ends in an operation that can be differentiated only once.
+
+    Torch marks such places with a node that raises when it is reached; a walk to given inputs
+    never reaches it, and would leave out its share of the second derivative in silence.
+    """
+    waiting = [g.grad_fn for g in gradients if g is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() == "torch::autograd::Error":
+            return True
+        following = {f for f, _ in node.next_functions} - seen
+        seen |= following
+        waiting += following
+    return False
+
+
 IMPLEMENTATIONS: dict[str, Linearize] = {
     "loop": DoubleBackward,
     "tuned": functools.partial(DoubleBackward, rules=True),
@@ -408,3 +442,6 @@ IMPLEMENTATIONS: dict[str, Linearize] = {
     "forward": ForwardOverReverse,
 }
 """The implementations of the Hessian product, by the name that a run records."""
+
+VMAPPED = frozenset({"batched", "forward"})
+"""Those that hold the intermediate values of all rows of a block at once."""

@@ -60,11 +60,12 @@ class Budget:
     @classmethod
     def parse(cls, memory: int | float | str) -> "Budget":
         """A size such as ``"4GiB"``, or ``"20 states"``: that many, whatever they weigh."""
-        if isinstance(memory, str) and memory.strip().endswith("states"):
-            number = memory.strip().removesuffix("states").strip()
-            if not number.isdigit() or int(number) < 2:
+        if isinstance(memory, str) and memory.strip().endswith(("state", "states")):
+            number = memory.strip().removesuffix("s").removesuffix("state").strip()
+            if not number.isdecimal() or int(number) < 2:
                 raise MemoryBudgetError(
-                    f"memory={memory!r}: a run needs at least 2 states, such as '20 states'"
+                    f"memory={memory!r}: give a number of states of at least 2, such as "
+                    "'20 states', or a size such as '4GiB'"
                 )
             return cls(None, int(number))
         return cls(parse_bytes(memory, "memory"))
@@ -87,17 +88,25 @@ class Budget:
         for_rows = min((TARGET_ROWS - 1) * row, free // 2)
         return min(max((free - for_rows) // sizes.state, 2), num_steps)
 
-    def block(self, sizes: Sizes, plan: checkpoints.Plan, b: int, vmapped: bool = False) -> int:
-        """Rows of one block: as many as fit beside the states, and blocks of nearly equal size."""
-        most = MAX_ROWS
-        if self.total is not None:
-            held = len(plan.kept) - len(plan.on_disk) + plan.free
-            free = self.total - sizes.fixed - held * sizes.state
-            most = min(most, free // sizes.row(vmapped))
-        if most < 1:
-            return 0
-        blocks = -(-b // most)
-        return -(-b // blocks)
+    def rows(self, sizes: Sizes, plan: checkpoints.Plan, vmapped: bool = False) -> int:
+        """Rows of the largest block that fits beside the states."""
+        if self.total is None:
+            return MAX_ROWS
+        held = len(plan.kept) - len(plan.on_disk) + plan.free
+        free = self.total - sizes.fixed - held * sizes.state
+        return max(0, min(MAX_ROWS, free // sizes.row(vmapped)))
+
+
+def block_size(b: int, most: int) -> int:
+    """Rows of each block, nearly equal, so that b rows go through in as few blocks as can be.
+
+    >>> block_size(10, 4)
+    4
+    >>> block_size(9, 4)
+    3
+    """
+    blocks = -(-b // most)
+    return -(-b // blocks)
 
 
 def disk_places(disk: int | float | str | None, sizes: Sizes, num_steps: int) -> int:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from metasketch.errors import LossError, MetasketchError, ModelError
 from metasketch.functional import called
-from metasketch.gradient import LossFunction, Part, gradient, parts
+from metasketch.gradient import LossFunction, Part, gradient, parts, require_differentiable
 from metasketch.recipe import Recipe
 from metasketch.state import State
 from metasketch.step import Step
@@ -50,11 +50,7 @@ def probe(recipe: Recipe, w: Tensor) -> Probe:
     module = step.model.module
     with _unchanged_buffers(module), _no_autocast(recipe, module), attention:
         value, saved = _evaluate(step.function, part, state)
-    if not value.total.requires_grad:
-        raise LossError(
-            "the loss does not depend on the model's trainable parameters: it must compute with "
-            "the model that it is given, without torch.no_grad() or detach()"
-        )
+    require_differentiable(value.total)
     theta = saved.pop("theta")
     grads = torch.autograd.grad(value.total, theta, allow_unused=True)
     names = step.model.layout.names
@@ -146,7 +142,7 @@ def _unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_autocast(recipe: Recipe, module: nn.Module) -> Iterator[None]:
-    """Refuse autocast around the call, or inside the loss."""
+    """Refuse autocast inside the loss."""
     kind = recipe.device.type
     seen: list[str] = []
 
@@ -154,8 +150,6 @@ def _no_autocast(recipe: Recipe, module: nn.Module) -> Iterator[None]:
         if torch.is_autocast_enabled(kind):
             seen.append(type(part).__name__)
 
-    if torch.is_autocast_enabled(kind):
-        seen.append("the caller")
     handles = [part.register_forward_pre_hook(look) for part in module.modules()]
     try:
         yield

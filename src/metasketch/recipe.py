@@ -2,8 +2,10 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -128,7 +130,7 @@ class Recipe:
             ),
             "statistics": checksum(stats),
             "batch counts": derive_seed(*sorted(f"{k}={v}" for k, v in counts.items())),
-            "frozen parameters": derive_seed(*map(checksum, self.functional._fixed)),
+            "frozen parameters": derive_seed(*map(checksum, self.functional._fixed.values())),
             "dtype": str(params.dtype),
             "order": derive_seed(*order),
             "schedule": derive_seed(*(value.hex() for value in self.rates)),
@@ -142,17 +144,24 @@ class Recipe:
 
 
 def _check_numbers(recipe: Recipe) -> None:
-    for name in ("batch_size", "epochs", "microbatch"):
+    for name in ("batch_size", "epochs", "microbatch", "seed"):
         value = getattr(recipe, name)
-        if value is not None and not (isinstance(value, int) and value >= 1):
-            raise ArgumentError(f"Recipe({name}={value!r}): must be a whole number of at least 1")
+        if value is None and name != "seed":
+            continue
+        low = -math.inf if name == "seed" else 1
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < low:
+            least = "" if name == "seed" else " of at least 1"
+            raise ArgumentError(f"Recipe({name}={value!r}): must be a whole number{least}")
+        object.__setattr__(recipe, name, int(value))  # NumPy has integers of its own
     clip = recipe.clip_norm
-    if clip is not None and not clip > 0:
+    if clip is not None and not (isinstance(clip, Real) and 0 < clip < math.inf):
         raise ArgumentError(
-            f"Recipe(clip_norm={clip!r}): must be positive, or None for no clipping"
+            f"Recipe(clip_norm={clip!r}): must be positive and finite, or None for no clipping"
         )
-    if not (isinstance(recipe.seed, int) and not isinstance(recipe.seed, bool)):
-        raise ArgumentError(f"Recipe(seed={recipe.seed!r}): must be a whole number")
+    for name in ("augment", "schedule", "show"):
+        value = getattr(recipe, name)
+        if value is not None and not callable(value):
+            raise ArgumentError(f"Recipe({name}={value!r}): must be a function, or None")
     if not (dataclasses.is_dataclass(recipe.optimizer) and hasattr(recipe.optimizer, "rule")):
         raise ArgumentError(
             f"optimizer is a {type(recipe.optimizer).__name__}; give ms.SGD, ms.Adam or ms.AdamW "
@@ -163,10 +172,16 @@ def _check_numbers(recipe: Recipe) -> None:
 def _order(recipe: Recipe, n: int) -> data_module.Order:
     if recipe.batches is not None:
         if recipe.batch_size is not None or recipe.epochs is not None:
-            raise ArgumentError("give either batches, or batch_size and epochs, not both")
+            raise ArgumentError(
+                f"Recipe(batches=..., batch_size={recipe.batch_size}, epochs={recipe.epochs}): "
+                "give either batches, or batch_size and epochs, not both"
+            )
         return data_module.explicit(recipe.batches, n)
     if recipe.batch_size is None or recipe.epochs is None:
-        raise ArgumentError("give batch_size and epochs, or the explicit order as batches")
+        raise ArgumentError(
+            f"Recipe(batch_size={recipe.batch_size}, epochs={recipe.epochs}): give both, or the "
+            "explicit order as batches"
+        )
     if recipe.drop_last and recipe.batch_size > n:
         raise DataError(
             f"batch_size={recipe.batch_size} with drop_last leaves no batch of {n} examples"
@@ -198,11 +213,15 @@ def _loss_signature(loss: Any) -> tuple[LossForm, bool]:
     return ("scalar" if weighted else "examples"), takes_step
 
 
-def weights_of(recipe: Recipe, weights: Any, like: Tensor) -> Tensor:
+def weights_of(recipe: Recipe, weights: Any) -> Tensor:
     """Data weights (N,) of a run, checked; ones by default."""
+    like, _, _ = recipe.functional.initial()
     if weights is None:
         return like.new_ones(recipe.num_examples)
-    w = torch.as_tensor(weights).detach().to(like)
+    try:
+        w = torch.as_tensor(weights).detach().to(like)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"weights is not a vector of numbers: {error}") from None
     if w.shape != (recipe.num_examples,):
         raise ArgumentError(
             f"weights has shape {tuple(w.shape)}; one weight for each of the "

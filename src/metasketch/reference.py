@@ -62,7 +62,7 @@ def _update(
 def replay(recipe: Recipe, theta_bar: Mapping[str, Tensor], weights: Any = None) -> Tensor:
     """theta_bar^T J, (b, N), by one backward pass a row through the whole run's graph."""
     with computing(recipe.device, torch.get_num_threads()):
-        w = weights_of(recipe, weights, recipe.functional.initial()[0]).requires_grad_()
+        w = weights_of(recipe, weights).requires_grad_()
         step, theta, stats = unroll(recipe, w)
         named = step.model.layout.unpack(theta) | step.model.stats_layout.unpack(stats)
         rows = []
@@ -76,7 +76,7 @@ def replay(recipe: Recipe, theta_bar: Mapping[str, Tensor], weights: Any = None)
 def forward(recipe: Recipe, w_dot: Tensor, weights: Any = None) -> tuple[Tensor, Tensor]:
     """J w_dot^T, (b, P) and (b, R), as the derivative of the backward pass in its cotangent."""
     with computing(recipe.device, torch.get_num_threads()):
-        w = weights_of(recipe, weights, recipe.functional.initial()[0]).requires_grad_()
+        w = weights_of(recipe, weights).requires_grad_()
         _, theta, stats = unroll(recipe, w)
         final = torch.cat([theta, stats])
         bar = torch.zeros_like(final, requires_grad=True)

@@ -1,30 +1,24 @@
-"""Train, keep what the sweeps need, and sweep."""
+"""A finished run and its sweeps, in blocks."""
 
-import os
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from metasketch import checkpoints, choose
-from metasketch import memory as memory_module
 from metasketch.environment import computing
-from metasketch.errors import ArgumentError, MemoryBudgetError, StoreError
+from metasketch.errors import ArgumentError, ModelError, StoreError
 from metasketch.forward import forward
-from metasketch.gradient import IMPLEMENTATIONS
-from metasketch.memory import Budget, Sizes
-from metasketch.probe import probe
+from metasketch.gradient import VMAPPED
+from metasketch.memory import Budget, Sizes, block_size
 from metasketch.progress import drive
-from metasketch.recipe import Recipe, weights_of
+from metasketch.recipe import Recipe
 from metasketch.replay import replay
-from metasketch.state import State, checksum
+from metasketch.state import State
 from metasketch.step import Step
-from metasketch.store import RunStore, differences
 from metasketch.trajectory import Trajectory
-from metasketch.version import __version__
 
 
 @dataclass
@@ -39,8 +33,10 @@ class Run:
         plan: which states are kept; ``plan.factor`` is the recomputation of a reverse sweep.
         num_threads: threads that training used; sweeps use as many, since the number changes
             rounding.
-        implementations: by mode and rows of a block, the implementation that was measured to be
-            fastest, or named.
+        most_rows: rows of the largest block that a sweep takes.
+        implementation: the one to use for second derivatives, or "auto".
+        implementations: by mode and rows of a block, the one in use: measured to be fastest, or
+            named.
     """
 
     recipe: Recipe
@@ -49,6 +45,7 @@ class Run:
     budget: Budget
     sizes: Sizes
     num_threads: int
+    most_rows: int
     implementation: str = "auto"
     implementations: dict[str, str] = field(default_factory=dict)
     timings: dict[str, choose.Timing] = field(default_factory=dict, repr=False)
@@ -176,7 +173,7 @@ class Run:
         b = len(rows)
         if b == 0:
             raise ArgumentError("there are no rows to send through: b must be at least 1")
-        size = block if block is not None else self.budget.block(self.sizes, self.plan, b)
+        size = block_size(b, self.most_rows) if block is None else block
         if size < 1:
             raise ArgumentError(f"block={block!r}: a block has at least one row")
         self.recipe.examples.check_unchanged()
@@ -201,230 +198,42 @@ class Run:
         return State(params.clone(), stats.clone(), zeros.slots)
 
     def _how(self, mode: str, b: int) -> str:
-        """The implementation for a block, measured once and then kept."""
-        if self.implementation != "auto":
-            return self.implementation
-        key = f"{mode} b={min(b, 4)}"
+        """The implementation for a block, measured (or tried, where it is named) once."""
+        key = f"{mode} b={min(b, choose.SAMPLE_ROWS)}"
         if key not in self.implementations:
-            fitting = tuple(
-                how
-                for how in choose.names()
-                if how in ("loop", "tuned")
-                or self.budget.block(self.sizes, self.plan, b, vmapped=True) >= b
-            )
-            timing = choose.measure(self.step, self.weights, mode == "forward", b, fitting)
+            candidates: tuple[str, ...] = (self.implementation,)
+            if self.implementation == "auto":
+                rows = b if b < choose.SAMPLE_ROWS else self.most_rows
+                roomy = self.budget.rows(self.sizes, self.plan, vmapped=True) >= rows
+                candidates = tuple(h for h in choose.names() if roomy or h not in VMAPPED)
+            timing = choose.measure(self.step, self.weights, mode == "forward", b, candidates)
             self.timings[key] = timing
             self.implementations[key] = timing.fastest
-            self._save_choices()
+            self._save_implementations()
         return self.implementations[key]
 
-    def _save_choices(self) -> None:
+    def _save_implementations(self) -> None:
         store = self.trajectory.store
-        if store is not None and store.record.exists():
-            store.write_record({**store.read_record(), "implementations": self.implementations})
+        if store is not None:
+            with contextlib.suppress(StoreError):  # which is not worth a failed sweep
+                record = store.read_record()
+                store.write_record({**record, "implementations": self.implementations})
 
-    def computing(self) -> Any:
+    def computing(self) -> contextlib.AbstractContextManager[None]:
         """The setting in which this run's numbers are made."""
-        return _setting(self.recipe, self.num_threads)
+        return computing_as(self.recipe, self.num_threads)
 
 
-def _setting(recipe: Recipe, num_threads: int) -> Any:
+@contextlib.contextmanager
+def computing_as(recipe: Recipe, num_threads: int) -> Iterator[None]:
+    """The setting for a recipe; autocast around the call is refused."""
+    kind = recipe.device.type
+    if torch.is_autocast_enabled(kind) and not recipe.low_precision:
+        raise ModelError(
+            "autocast is on around the call: half-precision arithmetic loses the digits that "
+            "derivatives through a whole training run need. Call outside of torch.autocast, or "
+            "ask for it by name with Recipe(low_precision=True)"
+        )
     recurrent = any(isinstance(m, nn.RNNBase) for m in recipe.functional.module.modules())
-    return computing(recipe.device, num_threads, cudnn=not recurrent)
-
-
-def train(
-    recipe: Recipe,
-    weights: Any = None,
-    memory: int | float | str = "4GiB",
-    store: str | os.PathLike[str] | None = None,
-    disk: int | float | str | None = None,
-    implementation: str = "auto",
-    progress: bool | None = None,
-) -> Run:
-    """Train a recipe at given data weights, keeping what its sweeps will need.
-
-    Args:
-        weights: w, (N,), finite and not negative; ones by default. 0 removes an example: its loss
-            no longer counts, everything else (order, batch sizes, dropout, BatchNorm) is as before.
-        memory: budget for the states kept, and for the sweeps to come: a size such as ``"4GiB"``,
-            or ``"20 states"``. Where not every state fits, some are recomputed in each sweep.
-        store: a folder that keeps the run. The same call resumes an interrupted training there,
-            and returns a finished one without training.
-        disk: budget for the states in the store; by default about √T of them.
-        implementation: of the second derivatives: "loop", "tuned", "batched", "forward"; "auto"
-            measures which is fastest.
-        progress: show a bar; by default on a terminal.
-
-    Returns:
-        The finished run. Cost: 1, in units of training; deterministic, bit for bit, on one
-        machine with one number of threads.
-    """
-    if implementation != "auto" and implementation not in IMPLEMENTATIONS:
-        raise ArgumentError(
-            f"implementation={implementation!r}: choose one of {list(IMPLEMENTATIONS)} or 'auto'"
-        )
-    num_threads = torch.get_num_threads()
-    budget = Budget.parse(memory)
-    params, _, _ = recipe.functional.initial()
-    w = weights_of(recipe, weights, params)
-    if store is not None and RunStore(store).final.exists():
-        run = load_run(recipe, store, memory=memory, weights=w)
-        run.implementation = implementation
-        return run
-    with _setting(recipe, num_threads):
-        first = probe(recipe, w)
-        step = Step.of(recipe, first.used, first.fused)
-        state = step.initial()
-        sizes = _sizes(state, first.graph_bytes, recipe.num_examples)
-        plan, saved = _plan(budget, sizes, recipe.num_steps, disk, store is not None)
-        trajectory = Trajectory(
-            step, w, plan, None if store is None else RunStore(store), frozenset(saved)
-        )
-        run = Run(recipe, trajectory, state, budget, sizes, num_threads, implementation)
-        if trajectory.store is None:
-            run.final = drive(trajectory.record(state), recipe.num_steps, "training", progress)
-            return run
-        with trajectory.store.locked():
-            start, state = _begin(run, trajectory.store, sorted(saved))
-            remaining = recipe.num_steps - start
-            run.final = drive(trajectory.record(state, start), remaining, "training", progress)
-    return run
-
-
-def _sizes(state: State, graph_bytes: int, num_examples: int) -> Sizes:
-    item = state.params.element_size()
-    return Sizes(state.nbytes, state.params.numel() * item, graph_bytes, num_examples * item)
-
-
-def _plan(
-    budget: Budget, sizes: Sizes, num_steps: int, disk: int | float | str | None, stored: bool
-) -> tuple[checkpoints.Plan, tuple[int, ...]]:
-    """The plan of a run's sweeps, and the states that its store keeps."""
-    places = budget.places(sizes, num_steps)
-    if not stored:
-        if disk is not None:
-            raise MemoryBudgetError("disk=... needs a folder to write to: give store=... too")
-        return checkpoints.plan(num_steps, places), ()
-    on_disk = memory_module.disk_places(disk, sizes, num_steps)
-    plan = checkpoints.plan(num_steps, places, on_disk)
-    if plan.on_disk:
-        return plan, tuple(sorted(plan.on_disk))
-    return plan, checkpoints.evenly(num_steps, on_disk)
-
-
-def _begin(run: Run, store: RunStore, saved: list[int]) -> tuple[int, State]:
-    """Where training starts: at the beginning, or at the last state that a killed one left."""
-    facts = _facts(run.recipe, run.weights)
-    if store.record.exists():
-        record = store.read_record()
-        _check_same(store, record, facts)
-        if record["num_threads"] == run.num_threads and record["saved"] == saved:
-            start = _resume(run.trajectory, store)
-            if start is not None:
-                return start
-    record = {
-        "metasketch": __version__,
-        "torch": torch.__version__,
-        "facts": facts,
-        "num_threads": run.num_threads,
-        "used": list(run.step.model.layout.names),
-        "fused": run.step.fused,
-        "graph_bytes": run.sizes.graph,
-        "saved": saved,
-        "implementations": {},
-    }
-    store.write_record(record)
-    return 0, run.step.initial()
-
-
-def _resume(trajectory: Trajectory, store: RunStore) -> tuple[int, State] | None:
-    """The last state from which training can go on, with the digests up to there."""
-    found: tuple[int, State] | None = None
-    for t in sorted(trajectory.saved):
-        try:
-            state, notes = store.read_state(store.state_path(t), trajectory.w.device)
-        except StoreError:
-            break
-        if notes.get("since") != (0 if found is None else found[0]):
-            break
-        _note(trajectory, notes)
-        in_memory = t in trajectory.plan.kept and t not in trajectory.plan.on_disk
-        if in_memory:
-            trajectory.memory[t] = state
-        found = (t, state)
-    return found
-
-
-def _note(trajectory: Trajectory, notes: Mapping[str, Any]) -> None:
-    """Append the digests that a stored state carries (its first one is known already)."""
-    known = 1 if trajectory.digests else 0
-    trajectory.digests += [int(d, 16) for d in notes["digests"][known:]]
-    trajectory.batch_digests += [int(d, 16) for d in notes["batches"]]
-
-
-def _facts(recipe: Recipe, w: Tensor) -> dict[str, Any]:
-    return {**recipe.facts(), "weights": checksum(w)}
-
-
-def _check_same(store: RunStore, record: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    differing = differences(record["facts"], facts)
-    if differing:
-        raise StoreError(
-            f"the store {store.folder} holds another run; it differs in: {'; '.join(differing)}. "
-            "Give another folder, or the recipe that was stored"
-        )
-
-
-def load_run(
-    recipe: Recipe,
-    store: str | os.PathLike[str],
-    memory: int | float | str = "4GiB",
-    weights: Any = None,
-) -> Run:
-    """A stored run, verified against the recipe.
-
-    The recipe is compared fact by fact, the first step is taken again, and every state that a sweep
-    recomputes is compared with its digest.
-
-    Args:
-        recipe: the recipe that was trained.
-        store: the folder that `train` was given.
-        memory: budget for the sweeps to come.
-        weights: the data weights of the run; ones by default.
-    """
-    folder = RunStore(store)
-    record = folder.read_record()
-    params, _, _ = recipe.functional.initial()
-    w = weights_of(recipe, weights, params)
-    _check_same(folder, record, _facts(recipe, w))
-    if not folder.final.exists():
-        raise StoreError(
-            f"the run in {Path(store)} is not finished: call train(recipe, store=...) to go on"
-        )
-    with _setting(recipe, record["num_threads"]):
-        step = Step.of(recipe, record["used"], record["fused"])
-        sizes = _sizes(step.initial(), record["graph_bytes"], recipe.num_examples)
-        budget = Budget.parse(memory)
-        saved = record["saved"]
-        plan = _plan_for_stored(budget, sizes, recipe.num_steps, saved)
-        trajectory = Trajectory(step, w, plan, folder, frozenset(saved))
-        for t in saved:
-            _, notes = folder.read_state(folder.state_path(t), w.device)
-            _note(trajectory, notes)
-        final, notes = folder.read_state(folder.final, w.device)
-        _note(trajectory, notes)
-        run = Run(recipe, trajectory, final, budget, sizes, record["num_threads"])
-        run.implementations = dict(record["implementations"])
-        trajectory.verify_first_step()
-    return run
-
-
-def _plan_for_stored(
-    budget: Budget, sizes: Sizes, num_steps: int, saved: list[int]
-) -> checkpoints.Plan:
-    """The plan for states that are on disk already, with more of them in memory if they fit."""
-    places = budget.places(sizes, num_steps)
-    if places >= num_steps:
-        return checkpoints.plan(num_steps, places)
-    return checkpoints.Plan(num_steps, tuple(saved), frozenset(saved), places)
+    with computing(recipe.device, num_threads, cudnn=not recurrent):
+        yield

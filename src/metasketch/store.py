@@ -1,7 +1,6 @@
 """A run on disk: safetensors and JSON, written atomically, free of pickle.
 
     run.json                what was trained and how: format, versions, the recipe's facts, choices
-    weights.safetensors     the data weights
     states/t.safetensors    the state before step t, with the digests of the steps since the last
     final.safetensors       the state after the last step; its presence says that training ended
 
@@ -13,7 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,21 +29,26 @@ from metasketch.state import State, checksum
 FORMAT = "metasketch-run"
 VERSION = 1
 
+_PART = ".part-"
+"""How names of files begin that are not whole yet."""
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Put a whole file in place, or leave what was there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as file:
-            try:
+        # NOTE: not by tempfile, whose files only their owner may read: stores are shared.
+        part = path.with_name(f"{_PART}{os.getpid()}-{threading.get_ident()}-{path.name}")
+        try:
+            with part.open("wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(file.name)
-                raise
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
     except OSError as error:
         raise StoreError(
             f"writing {path} failed: {error.strerror or error}. What was finished before is kept: "
@@ -58,9 +62,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise StoreError(f"{path} does not exist: this is not a stored run") from None
+        raise StoreError(
+            f"{path} does not exist: no run was stored there; train(recipe, store=...) makes one"
+        ) from None
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} is damaged ({error}): delete the store and train again") from None
     if not isinstance(content, dict):
@@ -90,11 +96,16 @@ def read_tensors(path: Path, device: torch.device) -> tuple[dict[str, Tensor], d
         intact = metadata.get("checksum") == _content_checksum(tensors, notes)
         facts = json.loads(notes) if intact else {}
     except FileNotFoundError:
-        raise StoreError(f"{path} is missing from the store") from None
+        raise StoreError(
+            f"{path} is missing from the store: delete the store and train again"
+        ) from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise StoreError(f"{path} is damaged: {error}") from None
+        raise StoreError(f"{path} is damaged ({error}): delete the store and train again") from None
     if not intact:
-        raise StoreError(f"{path} is damaged: its contents do not have the checksum that it states")
+        raise StoreError(
+            f"{path} is damaged (its contents do not have the checksum that it states): delete "
+            "the store and train again"
+        )
     return {name: tensor.to(device) for name, tensor in tensors.items()}, facts
 
 
@@ -102,7 +113,8 @@ class RunStore:
     """The folder of one run."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        # A sweep may come after the process has gone elsewhere.
+        self.folder = Path(folder).expanduser().absolute()
 
     @property
     def record(self) -> Path:
@@ -136,6 +148,8 @@ class RunStore:
                     f"another process is writing the store {self.folder}: wait for it to end, or "
                     "give another folder"
                 ) from None
+            for part in self.folder.rglob(f"{_PART}*"):  # of one that was killed while writing
+                part.unlink(missing_ok=True)
             yield
 
     def write_state(self, path: Path, state: State, notes: Mapping[str, Any]) -> None:
@@ -154,7 +168,9 @@ class RunStore:
             raise StoreError(f"{path} is not the state of a run: it lacks {error}") from None
 
     def write_record(self, content: Mapping[str, Any]) -> None:
-        write_json(self.record, {"format": FORMAT, "version": VERSION, **content})
+        content = {**content, "format": FORMAT, "version": VERSION}
+        content.pop("checksum", None)
+        write_json(self.record, {**content, "checksum": _record_checksum(content)})
 
     def read_record(self) -> dict[str, Any]:
         content = read_json(self.record)
@@ -162,11 +178,21 @@ class RunStore:
             raise StoreError(f"{self.record} is not the record of a run")
         if content.get("version") != VERSION:
             raise StoreError(
-                f"{self.folder} was written in version {content.get('version')} of the format; "
+                f"{self.record} was written in version {content.get('version')} of the format; "
                 f"this metasketch reads version {VERSION}: train again, or use the metasketch "
                 f"that wrote it ({content.get('metasketch', 'unknown')})"
             )
+        stated = content.pop("checksum", None)
+        if stated != _record_checksum(content):
+            raise StoreError(
+                f"{self.record} is damaged (its contents do not have the checksum that it "
+                "states): delete the store and train again"
+            )
         return content
+
+
+def _record_checksum(content: Mapping[str, Any]) -> str:
+    return str(derive_seed(json.dumps(content, sort_keys=True)))
 
 
 def differences(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

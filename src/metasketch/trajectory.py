@@ -5,6 +5,7 @@ the states that training saw, bit for bit, or stops.
 """
 
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -94,7 +95,7 @@ class Trajectory:
     def _verify_batch(self, batch: Batch, t: int) -> None:
         if self.step.batches.checked and batch_digest(batch) != self.batch_digests[t]:
             raise MismatchError(
-                f"the batch of step {t} differs from what training saw: the Dataset, its collate "
+                f"the batch of step {t} is not what training saw: the Dataset, its collate "
                 "function or augment must depend only on the generators that are seeded for them, "
                 "not on the clock, on files that change, or on earlier calls"
             )
@@ -115,29 +116,30 @@ class Trajectory:
     def states_reversed(self) -> Iterator[tuple[int, State, Batch]]:
         """(t, state before step t, batch of step t) from the last step to the first."""
         self._fill()
-        batches = self.step.batches.along(self._batches_reversed())
         places: dict[int, State] = {}
         at: tuple[int, State] | None = None
-        for action in self.plan.actions():
-            if action.kind == "advance":
-                state = self._at(action.source, places)
-                for _ in range(action.source, action.state):
+        # Closed at once where a sweep fails, or the reader would go on drawing random numbers.
+        with closing(self.step.batches.along(self._batches_reversed())) as batches:
+            for action in self.plan.actions():
+                if action.kind == "advance":
+                    state = self._at(action.source, places)
+                    for _ in range(action.source, action.state):
+                        t, batch = next(batches)
+                        self._verify_batch(batch, t)
+                        state = self._again(state, t, batch)
+                    at = (action.state, state)
+                elif action.kind == "store":
+                    assert at is not None
+                    places[action.state] = at[1]
+                elif action.kind == "release":
+                    del places[action.state]
+                else:
                     t, batch = next(batches)
                     self._verify_batch(batch, t)
-                    state = self._again(state, t, batch)
-                at = (action.state, state)
-            elif action.kind == "store":
-                assert at is not None
-                places[action.state] = at[1]
-            elif action.kind == "release":
-                del places[action.state]
-            else:
-                t, batch = next(batches)
-                self._verify_batch(batch, t)
-                if at is None or at[0] != t:
-                    at = (t, self._at(t, places))
-                yield t, at[1], batch
-                at = None
+                    if at is None or at[0] != t:
+                        at = (t, self._at(t, places))
+                    yield t, at[1], batch
+                    at = None
 
     def _at(self, t: int, places: dict[int, State]) -> State:
         return places[t] if t in places else self._held(t)
@@ -178,4 +180,10 @@ class Trajectory:
         """Take the first step again and compare: a changed loss function shows here."""
         batch = self.step.batches.load(0)
         self._verify_batch(batch, 0)
-        self._again(self._held(0), 0, batch)
+        if digest(self.step.advance(self._held(0), 0, self.w, batch)) != self.digests[1]:
+            raise MismatchError(
+                "the first step comes out differently than when the run was stored: the loss "
+                "function or the code of the model is another one, or something that changes "
+                "rounding is (library version, device). Give the code that was trained with, or "
+                "train again into another folder"
+            )
