@@ -123,9 +123,9 @@ def test_a_killed_training_resumes_to_the_same_bits(
     steps: list[int] = []
     run = train(described(steps), store=tmp_path, memory="2 states")
     if process.returncode != 0:
-        # The dry run before training, then nothing before the last state on disk.
+        # The first step again, to compare, then nothing before the last state on disk.
         assert steps[-(STEPS - stored[-1]) :] == list(range(stored[-1], STEPS))
-        assert set(steps[: -(STEPS - stored[-1])]) == {0}
+        assert set(steps[: -(STEPS - stored[-1])]) <= {0}
     assert same(run, whole)
     assert not list(tmp_path.rglob(".part-*"))
 
