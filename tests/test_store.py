@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import metasketch as ms
-from metasketch import store as store_module
-from metasketch.store import RunStore, read_tensors, write_json
+from metasketch import files as files_module
+from metasketch.files import read_tensors, write_json
+from metasketch.store import RunStore
 from tests import problems
 
 F64 = torch.float64
@@ -415,14 +416,14 @@ def test_a_failed_write_leaves_what_was_there(
     tmp_path: Path, whole: ms.Run, monkeypatch: pytest.MonkeyPatch, name: str, fail_at: int
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(store_module.os, name, Disk(getattr(os, name), fail_at))
+        patch.setattr(files_module.os, name, Disk(getattr(os, name), fail_at))
         with pytest.raises(ms.StoreError, match="No space left.*make room.*same call again"):
             train(described(), store=tmp_path, memory="2 states")
     found = files(tmp_path)
     assert len(found) == fail_at - 1
     for path in found:
         if path.suffix == ".safetensors":
-            read_tensors(path, torch.device("cpu"))
+            read_tensors(path, torch.device("cpu"), "mend it")
     assert same(train(described(), store=tmp_path, memory="2 states"), whole)
 
 
@@ -461,7 +462,7 @@ def test_a_store_that_cannot_be_written_still_sweeps(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     run = ms.load_run(described(), finished)
-    monkeypatch.setattr(store_module.os, "fsync", fail)
+    monkeypatch.setattr(files_module.os, "fsync", fail)
     bar = {n: torch.ones(1, *v.shape, dtype=F64) for n, v in whole.state_dict().items()}
     assert problems.relative(run.replay(bar), whole.replay(bar)) < 1e-10
 

@@ -1,25 +1,20 @@
-"""Questions asked of a trained model: measurements, their values and their gradients.
+"""Questions asked of a trained model: measurements, their values and their gradients."""
 
-The final state is cast to float64 for both: at a margin of 18 a cross-entropy in float32 reads 0
-and its gradient is 93 % wrong. Training and sweeps stay as they are.
-"""
-
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from metasketch.data import Batch, Collate, Examples, map_tensors
-from metasketch.errors import ArgumentError, DataError, NumericalError
-from metasketch.randomness import seeded
+from metasketch.data import Collate, Examples, batch_digest
+from metasketch.errors import ArgumentError, DataError
+from metasketch.measurement import Measure, Measurement
+from metasketch.progress import drive
+from metasketch.query_gradients import QueryGradients
 from metasketch.run import Run
+from metasketch.sizes import parse_bytes
 
-Measure = Callable[..., Tensor]
-
-_VALUES_AT_ONCE = 256
+Better = Literal["lower", "higher"]
 
 
 class Queries:
@@ -30,9 +25,12 @@ class Queries:
     Args:
         data: what is measured on, one item a query: tensors or a Dataset, as in a recipe.
         measure: ``measure(model, batch) -> (batch,)``, one number for each query, with the model
-            in eval mode and in float64.
+            in eval mode and in float64; see `metasketch.measures` for ready ones.
         collate: items of a Dataset to a batch.
         ids, show: names of queries, and item -> text or image, for reports.
+        better: which values of the measurement are good: "lower" (a loss) or "higher" (a margin).
+            It decides what a helpful example is. By default what the measure says of itself in an
+            attribute ``better``, and "lower" where it says nothing.
     """
 
     def __init__(
@@ -42,10 +40,15 @@ class Queries:
         collate: Collate | None = None,
         ids: Sequence[str] | None = None,
         show: Callable[[Any], Any] | None = None,
+        better: Better | None = None,
     ) -> None:
         if not callable(measure):
             raise ArgumentError(f"measure is a {type(measure).__name__}; it must be a function")
         self.measure, self.ids, self.show = measure, ids, show
+        said: Any = better or getattr(measure, "better", "lower")
+        self.better: Better = said
+        if self.better not in get_args(Better):
+            raise ArgumentError(f"better={self.better!r}: give one of {list(get_args(Better))}")
         self.examples = Examples(data, collate, seed=0)
         if ids is not None and len(ids) != self.examples.n:
             raise DataError(f"ids names {len(ids)} queries; there are {self.examples.n}")
@@ -55,12 +58,17 @@ class Queries:
         """K."""
         return self.examples.n
 
+    def of(self, run: Run) -> Measurement:
+        """The measurements as functions of the final state of a run."""
+        return Measurement(run, self.examples, self.measure)
+
     def values(self, run: Run) -> Tensor:
         """f(w) at the run's weights, (K,), float64. Cost: one forward pass over the queries."""
         with run.computing(), torch.no_grad():
-            at = _Final(run)
-            order = torch.arange(self.num_queries).split(_VALUES_AT_ONCE)
-            return torch.cat([self._measured(at, indices, at.leaves()) for indices in order])
+            measurement = self.of(run)
+            state = measurement.leaves()
+            parts = [measurement.values(chunk, state) for chunk in measurement.chunks()]
+        return torch.cat(parts).cpu()
 
     def gradients(self, run: Run, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
         """v_q of some queries (all by default), by name: (b, *shape), in the run's precision.
@@ -69,78 +77,51 @@ class Queries:
         here too: the result is what `Run.replay` takes.
         """
         chosen = range(self.num_queries) if indices is None else indices
-        with run.computing():
-            at = _Final(run)
-            rows = [torch.cat(self._gradient(at, q)) for q in chosen]
-        if not rows:
+        for q in chosen:
+            if not 0 <= q < self.num_queries:
+                raise ArgumentError(f"there is no query {q}: there are {self.num_queries}, from 0")
+        if len(chosen) == 0:
             raise ArgumentError("indices is empty: name at least one query")
-        block = torch.stack(rows).to(run.final.params)
-        params, stats = block.split([run.num_params, len(run.final.stats)], dim=1)
-        layouts = (run.step.model.layout, run.step.model.stats_layout)
-        return layouts[0].unpack(params) | layouts[1].unpack(stats)
+        with run.computing():
+            V = QueryGradients(self.of(run))
+            block = torch.stack([V.row(q) for q in chosen])
+        return run.named(block)
 
-    def _gradient(self, at: "_Final", q: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= q < self.num_queries:
-            raise ArgumentError(f"there is no query {q}: there are {self.num_queries}, from 0")
-        params, stats = at.leaves()
-        value = self._measured(at, torch.tensor([q]), (params, stats))
-        if not value.requires_grad:
-            raise ArgumentError(
-                "the measurement does not depend on the model's parameters: it must compute with "
-                "the model that it is given, without torch.no_grad() or detach()"
-            )
-        grads = torch.autograd.grad(
-            value.sum(), (params, stats), allow_unused=True, materialize_grads=True
-        )
-        for grad in grads:
-            if not bool(torch.isfinite(grad).all()):
-                raise NumericalError(
-                    f"the gradient of query {q} holds NaN or infinity (its value is "
-                    f"{float(value.sum())}): leave that query out, or mend the measurement"
-                )
-        return grads[0], grads[1]
+    def gram(
+        self, run: Run, memory: int | float | str = "4GiB", progress: bool | None = None
+    ) -> Tensor:
+        """G = V^T V over parameters, (K, K), float64. V is held whole only where it fits.
 
-    def _measured(self, at: "_Final", indices: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        """φ of some queries at a state given as flat leaves."""
-        batch = at.cast(self.examples.fetch(indices, epoch=0))
-        with at.model(state) as model:
-            values = self.measure(model, batch)
-        if not isinstance(values, Tensor) or values.shape != indices.shape:
-            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ArgumentError(
-                f"the measurement must give one number for each query, ({len(indices)},) for a "
-                f"batch of {len(indices)}; it gave {shape}"
-            )
-        return values.double()
+        Args:
+            run: at whose final state the gradients are taken.
+            memory: budget for gradients; a smaller one costs more gradients, K (K / a + 1) / 2
+                where a of them fit.
+            progress: show a bar; by default on a terminal.
+        """
+        with run.computing():
+            V = QueryGradients(self.of(run), parse_bytes(memory, "memory"))
+            return drive(V.gram(), V.num_gradients(), "Gram matrix", progress, "gradient").cpu()
 
+    def gradient_norms(self, run: Run, progress: bool | None = None) -> Tensor:
+        """‖v_q‖ over parameters, (K,), float64. Cost: K gradients."""
+        with run.computing():
+            V = QueryGradients(self.of(run), memory=0)
+            return drive(V.norms(), V.num_queries, "gradient norms", progress, "gradient")
 
-class _Final:
-    """The final state of a run in eval mode and float64."""
+    def facts(self) -> dict[str, int | str]:
+        """What identifies the queries, as a flat table: see `metasketch.Recipe.facts`.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.functional = run.step.model.evaluation(torch.float64)
-
-    def leaves(self) -> tuple[Tensor, Tensor]:
-        final = self.run.final
-        params = final.params.detach().double().requires_grad_()
-        return params, final.stats.detach().double().requires_grad_()
-
-    def cast(self, batch: Batch) -> Batch:
-        device = self.run.recipe.device
-        return map_tensors(
-            lambda t: t.to(device, torch.float64 if t.is_floating_point() else t.dtype), batch
-        )
-
-    @contextlib.contextmanager
-    def model(self, state: tuple[Tensor, Tensor]) -> Iterator[nn.Module]:
-        """The module with flat parameters and statistics in place."""
-        functional, run = self.functional, self.run
-        params = functional.layout.views(state[0])
-        stats = functional.stats_layout.views(state[1])
-        with (
-            seeded(run.recipe.device, run.recipe.seed, "query"),
-            sdpa_kernel(SDPBackend.MATH),
-            functional.bound(params, stats, run.final.counts) as model,
-        ):
-            yield model
+        Items of a Dataset are all read, since nothing else tells two sets of questions apart.
+        """
+        if self.examples.tensors:
+            data = self.examples.fingerprint()
+        else:
+            every = torch.arange(self.num_queries)
+            data = batch_digest([self.examples.fetch(i, epoch=0) for i in every.split(1)])
+        name = getattr(self.measure, "__qualname__", type(self.measure).__qualname__)
+        return {
+            "queries": self.num_queries,
+            "query data": data,
+            "measure": name,
+            "better": self.better,
+        }

@@ -136,14 +136,30 @@ class Run:
                 f"(b, {self.num_examples})"
             )
         flat = self._sweep("forward", w_dot, block, progress)
-        params, stats = flat.split([self.num_params, len(self.final.stats)], dim=1)
-        named = self.step.model.layout.unpack(params)
-        named |= self.step.model.stats_layout.unpack(stats)
+        named = self.named(flat)
         original = self.recipe.functional.layout
         for name, shape in zip(original.names, original.shapes, strict=True):
             if name not in named:  # a parameter that takes no part in the loss never moves
                 named[name] = flat.new_zeros(len(flat), *shape)
         return named
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Tangents or cotangents of the final state by name, (b, *shape), in the run's precision,
+        from flat ones (b, P + R)."""
+        block = flat.to(self.final.params)
+        params, stats = block.split([self.num_params, len(self.final.stats)], dim=1)
+        return self.step.model.layout.unpack(params) | self.step.model.stats_layout.unpack(stats)
+
+    def flat(self, named: Mapping[str, Tensor]) -> Tensor:
+        """The other way: (b, P + R) from the names of what takes part in training."""
+        layouts = (self.step.model.layout, self.step.model.stats_layout)
+        lead = (len(next(iter(named.values()))),)
+        parts = [
+            layout.pack([named[n] for n in layout.names], lead)
+            for layout in layouts
+            if layout.names
+        ]
+        return torch.cat(parts, dim=1)
 
     def _block_of(self, given: Tensor, what: str) -> Tensor:
         block = torch.as_tensor(given).detach().to(self.final.params)
