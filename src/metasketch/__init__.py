@@ -1,6 +1,6 @@
 """Training-data attribution by metagradients: which examples made this model behave like this?"""
 
-from metasketch import losses
+from metasketch import losses, measures
 from metasketch.check import CheckReport, check
 from metasketch.errors import (
     ArgumentError,
@@ -15,6 +15,7 @@ from metasketch.errors import (
     RecipeError,
     StoreError,
 )
+from metasketch.influence import Influence
 from metasketch.optim import SGD, Adam, AdamW, Group
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
@@ -32,6 +33,7 @@ __all__ = [
     "DataError",
     "DerivativeError",
     "Group",
+    "Influence",
     "LossError",
     "MemoryBudgetError",
     "MetasketchError",
@@ -51,6 +53,7 @@ __all__ = [
     "linear_warmup",
     "load_run",
     "losses",
+    "measures",
     "one_cycle",
     "train",
 ]

@@ -1,0 +1,54 @@
+"""Ready measurements of a trained model, one number a query: ``measure(model, batch) -> (batch,)``.
+
+Each says of itself which values are good (``better``), which decides what a helpful example is.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metasketch.errors import ArgumentError
+from metasketch.losses import cross_entropy
+
+__all__ = ["cross_entropy", "margin", "next_token_nll"]
+
+
+def margin(model: nn.Module, batch: Any) -> Tensor:
+    """Log-odds of the right class of ``(x, y)``: its logit less the log-sum-exp of the others.
+
+        margin = logit_y - log Σ_{c ≠ y} exp(logit_c) = log(p_y / (1 - p_y))
+
+    Positive exactly where the model gives its class more than one half. Higher is better.
+    """
+    x, y = batch
+    logits = model(x)
+    own = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, y[..., None], True)
+    others = logits.masked_fill(own, -torch.inf).logsumexp(-1)
+    log_odds: Tensor = logits.gather(-1, y[..., None])[..., 0] - others
+    return log_odds
+
+
+margin.better = "higher"  # type: ignore[attr-defined]
+
+
+def next_token_nll(model: nn.Module, batch: Any) -> Tensor:
+    """Negative log-likelihood of the last token of each sequence, given those before it.
+
+    Args:
+        batch: sequences of tokens (batch, length + 1), by themselves, in a tuple, or under
+            ``input_ids``; the last token is the one that is asked about.
+        model: gives logits (batch, length, vocabulary), or those of the last position alone.
+    """
+    tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
+    tokens = tokens[0] if isinstance(tokens, tuple | list) else tokens
+    if tokens.dim() != 2 or tokens.shape[1] < 2:
+        raise ArgumentError(
+            f"next_token_nll takes sequences (batch, length + 1) of at least two tokens, the last "
+            f"of which is asked about; the batch has shape {tuple(tokens.shape)}"
+        )
+    logits = model(tokens[:, :-1])
+    logits = logits[:, -1] if logits.dim() == 3 else logits
+    return F.cross_entropy(logits, tokens[:, -1], reduction="none")
