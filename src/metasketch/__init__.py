@@ -1,6 +1,7 @@
 """Training-data attribution by metagradients: which examples made this model behave like this?"""
 
 from metasketch import losses, measures
+from metasketch.attribute import attribute
 from metasketch.check import CheckReport, check
 from metasketch.errors import (
     ArgumentError,
@@ -9,6 +10,7 @@ from metasketch.errors import (
     LossError,
     MemoryBudgetError,
     MetasketchError,
+    MetasketchWarning,
     MismatchError,
     ModelError,
     NumericalError,
@@ -16,6 +18,7 @@ from metasketch.errors import (
     StoreError,
 )
 from metasketch.influence import Influence
+from metasketch.methods import methods
 from metasketch.optim import SGD, Adam, AdamW, Group
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
@@ -37,6 +40,7 @@ __all__ = [
     "LossError",
     "MemoryBudgetError",
     "MetasketchError",
+    "MetasketchWarning",
     "MismatchError",
     "ModelError",
     "NumericalError",
@@ -46,6 +50,7 @@ __all__ = [
     "Run",
     "StoreError",
     "__version__",
+    "attribute",
     "check",
     "constant",
     "cosine",
@@ -54,6 +59,7 @@ __all__ = [
     "load_run",
     "losses",
     "measures",
+    "methods",
     "one_cycle",
     "train",
 ]

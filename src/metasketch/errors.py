@@ -12,7 +12,8 @@
     ├── MismatchError          something recomputed differs from what was recorded
     └── StoreError             a stored run is damaged, of another version, or of another recipe
 
-Every message says what was wrong, with which value, and what to do about it.
+Every message says what was wrong, with which value, and what to do about it. Warnings are of the
+class MetasketchWarning.
 """
 
 
@@ -58,3 +59,7 @@ class MismatchError(MetasketchError, RuntimeError):
 
 class StoreError(MetasketchError, RuntimeError):
     """A store on disk is damaged, incomplete, or belongs to something else."""
+
+
+class MetasketchWarning(UserWarning):
+    """Something that is allowed, and that the caller should know."""

@@ -117,9 +117,9 @@ def locked(path: Path, wait: bool = False) -> Iterator[bool]:
         yield True
 
 
-def remove_parts(folder: Path) -> None:
-    """Delete what processes left that were killed while writing."""
-    for part in folder.rglob(f"{_PART}*"):
+def remove_parts(folder: Path, of: str = "") -> None:
+    """Delete what processes left that were killed while writing (a file of this name)."""
+    for part in folder.rglob(f"{_PART}*{of}"):
         part.unlink(missing_ok=True)
 
 

@@ -45,3 +45,32 @@ def drive(
                 result: Result = stop.value
                 return result
             bar.update()
+
+
+def follow(
+    steps: Generator[tuple[int, str], None, Result],
+    total: int,
+    title: str,
+    show: bool | None = None,
+    unit: str = "step",
+) -> Result:
+    """The same for a generator that yields how much is done of the whole, and a remark on it."""
+    begun = False
+    with tqdm(
+        total=total,
+        desc=title,
+        unit=unit,
+        leave=False,
+        disable=None if show is None else not show,
+    ) as bar:
+        while True:
+            try:
+                done, remark = next(steps)
+            except StopIteration as stop:
+                result: Result = stop.value
+                return result
+            if not begun:  # what was done before does not count as speed
+                bar.initial, begun = done, True
+                bar.n = done
+            bar.set_postfix_str(remark, refresh=False)
+            bar.update(done - bar.n)

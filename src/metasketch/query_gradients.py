@@ -91,7 +91,7 @@ class QueryGradients:
         if not bool(torch.isfinite(row).all()):
             raise NumericalError(
                 f"the gradient of query {q} holds NaN or infinity (its value is "
-                f"{float(value.sum())}): leave that query out, or mend the measurement"
+                f"{float(value.detach().sum())}): leave that query out, or mend the measurement"
             )
         return row
 
@@ -101,14 +101,13 @@ class QueryGradients:
         Cost: one pass over the queries, forward once and back b times.
         """
         Z = Z.to(torch.float64)
+        asked = Z.any(dim=1)
         if self.held:
-            return Z.T.to(self.V.device) @ self.V
+            return Z[asked].T.to(self.V.device) @ self.V[asked.to(self.V.device)]
         total = torch.zeros(Z.shape[1], self.size, dtype=torch.float64)
         total = total.to(self.measurement.run.recipe.device)
-        for indices in self.measurement.chunks():
+        for indices in self.measurement.chunks(asked.nonzero()[:, 0]) if bool(asked.any()) else ():
             part = Z[indices].T.to(total.device)
-            if not bool(part.any()):
-                continue  # queries that are not asked
             state = self.measurement.leaves()
             values = self.measurement.differentiable_values(indices, state)
             for z, row in zip(part, total, strict=True):
@@ -116,6 +115,9 @@ class QueryGradients:
                     values, state, z, retain_graph=True, allow_unused=True, materialize_grads=True
                 )
                 row += torch.cat(grads)
+        if not bool(torch.isfinite(total).all()):
+            for q in asked.nonzero()[:, 0].tolist():
+                self.row(q)  # names the one that is not finite
         return total
 
     def pair(self, t: Tensor) -> Tensor:
@@ -152,9 +154,10 @@ class QueryGradients:
         item = self.measurement.run.final.params.element_size()
         # The leaves, a gradient, its parts, and a slice in float64 of all rows.
         besides = 4 * self.size * _DOUBLE + 2 * self.measurement.run.sizes.graph
-        rows = (self.memory - besides) // (self.num_params * item + 2 * _SLICE * _DOUBLE)
+        each = self.num_params * item + 2 * min(_SLICE, self.num_params) * _DOUBLE
+        rows = (self.memory - besides) // each
         if rows < 2:
-            needed = besides + 2 * (self.num_params * item + 2 * _SLICE * _DOUBLE)
+            needed = besides + 2 * each
             raise MemoryBudgetError(
                 f"memory={format_bytes(self.memory)} is too small for the Gram matrix of the "
                 f"query gradients, which needs {format_bytes(needed)} for two of them: give more "

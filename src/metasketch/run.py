@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from metasketch.memory import Budget, Sizes, block_size
 from metasketch.progress import drive
 from metasketch.recipe import Recipe
 from metasketch.replay import replay
-from metasketch.state import State
+from metasketch.state import State, checksum
 from metasketch.step import Step
 from metasketch.trajectory import Trajectory
 
@@ -76,6 +77,10 @@ class Run:
     @property
     def step(self) -> Step:
         return self.trajectory.step
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies the run: see `metasketch.Recipe.facts`."""
+        return facts_of(self.recipe, self.weights)
 
     def model(self) -> nn.Module:
         """A fresh module with the trained weights, in eval mode."""
@@ -228,6 +233,14 @@ class Run:
             self._save_implementations()
         return self.implementations[key]
 
+    def settle(self, mode: str, rows: int) -> None:
+        """Decide how blocks of this many rows are differentiated in a mode, if it is not decided.
+
+        Cost: about 15 steps.
+        """
+        with self.computing():
+            self._how(mode, rows)
+
     def _save_implementations(self) -> None:
         store = self.trajectory.store
         if store is not None:
@@ -238,6 +251,11 @@ class Run:
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """The setting in which this run's numbers are made."""
         return computing_as(self.recipe, self.num_threads)
+
+
+def facts_of(recipe: Recipe, w: Tensor) -> dict[str, Any]:
+    """What identifies a run of a recipe at data weights w, as a flat table."""
+    return {**recipe.facts(), "weights": checksum(w)}
 
 
 @contextlib.contextmanager

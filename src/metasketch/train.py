@@ -15,8 +15,8 @@ from metasketch.memory import Budget, Sizes, disk_places
 from metasketch.probe import probe
 from metasketch.progress import drive
 from metasketch.recipe import Recipe, weights_of
-from metasketch.run import Run, computing_as
-from metasketch.state import State, checksum
+from metasketch.run import Run, computing_as, facts_of
+from metasketch.state import State
 from metasketch.step import Step
 from metasketch.store import RunStore, differences
 from metasketch.trajectory import Trajectory
@@ -222,7 +222,7 @@ def _write_record(
     record = {
         "metasketch": __version__,
         "torch": torch.__version__,
-        "facts": _facts(recipe, trajectory.w),
+        "facts": facts_of(recipe, trajectory.w),
         "choices": asdict(choices),
         "implementations": {},
     }
@@ -255,14 +255,10 @@ def _note(trajectory: Trajectory, notes: Mapping[str, Any]) -> None:
     trajectory.batch_digests += [int(d, 16) for d in notes["batches"]]
 
 
-def _facts(recipe: Recipe, w: torch.Tensor) -> dict[str, Any]:
-    return {**recipe.facts(), "weights": checksum(w)}
-
-
 def _check_same(
     store: RunStore, record: Mapping[str, Any], recipe: Recipe, w: torch.Tensor
 ) -> None:
-    differing = differences(record["facts"], _facts(recipe, w))
+    differing = differences(record["facts"], facts_of(recipe, w))
     if differing:
         raise StoreError(
             f"the store {store.folder} holds another run; it differs in: {'; '.join(differing)}. "
