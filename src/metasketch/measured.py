@@ -109,6 +109,14 @@ class Measured:
             "forward": sum(len(b.Q) for b in self.pairs.values()),
         }
 
+    def before(self, number: int) -> "Measured":
+        """What the blocks before this one gave."""
+        return replace(
+            self,
+            replays={i: block for i, block in self.replays.items() if i < number},
+            pairs={i: pair for i, pair in self.pairs.items() if i < number},
+        )
+
     def first(self, count: int, starts: Sequence[int]) -> "Measured":
         """What the first ``count`` replays and their forward passes gave.
 

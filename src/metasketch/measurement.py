@@ -8,13 +8,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metasketch.data import Batch, Examples, map_tensors
-from metasketch.errors import ArgumentError
+from metasketch.errors import ArgumentError, MetasketchError
 from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
 from metasketch.run import Run
@@ -79,7 +80,16 @@ class Measurement:
         """φ of some queries at a state given as flat leaves, (b,), float64."""
         batch = self._cast(self.examples.fetch(indices, epoch=0))
         with self._model(state) as model:
-            values = self.measure(model, batch)
+            try:
+                values = self.measure(model, batch)
+            except MetasketchError:
+                raise
+            except Exception as error:
+                raise ArgumentError(
+                    f"measure(model, batch) failed on queries {int(indices[0])} to "
+                    f"{int(indices[-1])}, of the data as Queries was given it, with the model in "
+                    f"eval mode and float64: {type(error).__name__}: {error}"
+                ) from error
         if not isinstance(values, Tensor) or values.shape != indices.shape:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ArgumentError(
@@ -96,6 +106,8 @@ class Measurement:
                 "the measurement does not depend on the model's parameters: it must compute with "
                 "the model that it is given, without torch.no_grad() or detach()"
             )
+        if int(indices[0]) == 0:  # what holds for one batch holds for all
+            _refuse_other_parameters(values, state)
         return values
 
     def _cast(self, batch: Batch) -> Batch:
@@ -116,3 +128,21 @@ class Measurement:
             functional.bound(params, stats, run.final.counts) as model,
         ):
             yield model
+
+
+def _refuse_other_parameters(values: Tensor, state: tuple[Tensor, Tensor]) -> None:
+    """Refuse a measurement that is differentiable in anything but the state: of another model."""
+    nodes, seen, own = [values.grad_fn], set[Any](), {id(tensor) for tensor in state}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            raise ArgumentError(
+                "the measurement depends on parameters that are not those of the model that it is "
+                f"given (a tensor of shape {tuple(leaf.shape)}): measure(model, batch) must compute "
+                "with its first argument, not with a model from outside"
+            )
+        nodes += [parent for parent, _ in node.next_functions]

@@ -160,7 +160,10 @@ class Rule(Protocol):
         """Refuse options that do not fit the number of queries."""
 
     def choose(self, measured: Measured, start: int, stop: int) -> Tensor:
-        """Probes number ``start`` to ``stop``, (K, b)."""
+        """Probes number ``start`` to ``stop``, (K, b).
+
+        Leading ones that are fixed are chosen with nothing measured, whatever is there by then.
+        """
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,8 @@ class Spell:
         return None
 
     def choose(self, measured: Measured, start: int, stop: int) -> Tensor:
+        if not measured.replays:
+            return mage(measured.G, start, stop)
         row_norms = torch.linalg.vector_norm(measured.C, dim=1)
         return spell(measured.G, measured.Z, row_norms, self.floor, stop - start)
 

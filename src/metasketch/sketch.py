@@ -121,14 +121,19 @@ class Sketch:
                 found = self.ledger.read(Block("replay", number))
                 if isinstance(found, Replayed):
                     known.replays[number] = found
-            if self.method.estimator.pairs and number not in known.pairs:
+            # In this order: a block that lost its replays has no use for its forward passes yet.
+            wanted = self.method.estimator.pairs and number in known.replays
+            if wanted and number not in known.pairs:
                 found = self.ledger.read(Block("forward", number))
                 if isinstance(found, Paired):
                     known.pairs[number] = found
 
     def _made(self, block: Block, known: Measured) -> Replayed | Paired:
         if block.kind == "replay":
-            return self._replayed(self.method.rule.choose(known, *self.cut[block.number]))
+            start, stop = self.cut[block.number]
+            # A probe sees what it depends on, whatever else is finished when its turn comes.
+            seen = known.before(block.number if stop > self.fixed else 0)
+            return self._replayed(self.method.rule.choose(seen, start, stop))
         return self._paired(block.number, known)
 
     def _replayed(self, Z: Tensor) -> Replayed:
