@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 import metasketch as ms
 from metasketch import choose
+from metasketch.memory import block_size
 from metasketch.sizes import format_bytes, parse_bytes
 
 EVERYTHING = "16GiB"
-TRAIN_STEPS = 24
+TRAIN_STEPS = 64
 BARE_SECONDS = 0.3
 BUDGETS = ("2GiB", "600MiB", "300MiB")
 MEMORY_STEPS, MEMORY_ROWS = 12, 16
@@ -263,7 +264,7 @@ def peak_memory(name: str, budget: str, threads: int, answer: Any) -> None:
         return
     trained = _status("VmHWM")
     run.replay(theta_bar, progress=False)
-    block = run.budget.block(run.sizes, run.plan, MEMORY_ROWS)
+    block = block_size(MEMORY_ROWS, run.most_rows)
     answer.put(
         {
             "model": name,

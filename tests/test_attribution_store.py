@@ -209,8 +209,8 @@ def test_interrupted_again_and_again(
     tmp_path: Path, run: ms.Run, whole: ms.Influence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call gets one sweep further."""
-    sweep, calls = ms.Run._sweep, itertools.count()
-    for interruptions in range(100):
+    sweep, calls, interruptions = ms.Run._sweep, itertools.count(), 0
+    while interruptions < 100:
         left = iter([True])
 
         def once(*given: Any, left: Iterator[bool] = left) -> Tensor:
@@ -223,6 +223,7 @@ def test_interrupted_again_and_again(
         try:
             found = attribute(run, tmp_path)
         except KeyboardInterrupt:
+            interruptions += 1
             continue
         break
     assert same(found, whole)
@@ -255,7 +256,9 @@ def test_a_larger_budget_extends(tmp_path: Path, run: ms.Run, log: Path, method:
 def test_an_extended_spell_keeps_its_warm_up_and_says_so(tmp_path: Path, run: ms.Run) -> None:
     queries = ms.Queries(problems.inputs("mlp", 111, seed=2), ms.losses.cross_entropy)
     ms.attribute(run, queries, "spell", 11, tmp_path)
-    with pytest.warns(ms.MetasketchWarning, match="keeps its warm-up of 10 probes.* 110 would .*11"):
+    with pytest.warns(
+        ms.MetasketchWarning, match="keeps its warm-up of 10 probes.* 110 would .*11"
+    ):
         found = ms.attribute(run, queries, "spell", 110, tmp_path)
     assert any("warm-up of 10" in note for note in found.notes)
     assert json.loads((tmp_path / "attribution.json").read_text())["fixed"] == 10

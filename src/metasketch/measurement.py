@@ -142,7 +142,7 @@ def _refuse_other_parameters(values: Tensor, state: tuple[Tensor, Tensor]) -> No
         if leaf is not None and id(leaf) not in own:
             raise ArgumentError(
                 "the measurement depends on parameters that are not those of the model that it is "
-                f"given (a tensor of shape {tuple(leaf.shape)}): measure(model, batch) must compute "
-                "with its first argument, not with a model from outside"
+                f"given (a tensor of shape {tuple(leaf.shape)}): measure(model, batch) must "
+                "compute with its first argument, not with a model from outside"
             )
         nodes += [parent for parent, _ in node.next_functions]

@@ -75,11 +75,13 @@ class Step:
         params, stats, counts = self.model.initial()
         return State(params, stats, self.update.init(params), counts)
 
-    def advance(self, state: State, t: int, w: Tensor, batch: Batch) -> State:
-        """The state after step t. Cost: 1."""
+    def advance(
+        self, state: State, t: int, w: Tensor, batch: Batch, into: State | None = None
+    ) -> State:
+        """The state after step t, in the memory of ``into``, which is used up. Cost: 1."""
         total = self._total(state, t, w, batch)[0]
         self._check_finite(total, t)
-        params, slots = self.update.apply(state, total.g, t)
+        params, slots = self.update.apply(state, total.g, t, into)
         return State(params, total.stats, slots, total.counts)
 
     def _total(

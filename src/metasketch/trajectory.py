@@ -47,7 +47,7 @@ class Trajectory:
     def record(self, state: State, start: int = 0) -> Generator[int, None, State]:
         """Train from the state before step ``start`` to the end; yields after each step."""
         in_memory = set(self.plan.kept) - self.plan.on_disk
-        noted = start
+        noted, spare = start, None
         if len(self.digests) == start:
             self.digests.append(digest(state))
         for t, batch in self.step.batches.along(iter(range(start, self.step.recipe.num_steps))):
@@ -58,7 +58,9 @@ class Trajectory:
                 noted = t
             if self.step.batches.checked:
                 self.batch_digests.append(batch_digest(batch))
-            state = self.step.advance(state, t, self.w, batch)
+            before, state = state, self.step.advance(state, t, self.w, batch, spare)
+            # Fresh memory for every state would cost as much as the update itself.
+            spare = before if t > start and t not in in_memory else None
             self.digests.append(digest(state))
             yield t
         if self.store is not None:

@@ -6,7 +6,7 @@ multiplication for each. `push` and `pull` read the same coefficients, so they a
 construction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,19 +36,22 @@ class Update:
         return [theta, *slots_after]
 
     @torch.no_grad()
-    def apply(self, state: State, g: Tensor, t: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Next parameters and slots."""
+    def apply(
+        self, state: State, g: Tensor, t: int, into: State | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Next parameters and slots, in the memory of a state that nobody needs, if given one."""
         if self.clip_norm is not None:
             g = g * optim.clip_factor(optim.norm(g), self.clip_norm)
         before = [state.params, g, *(state.slots[name] for name in self.slot_names)]
-        parts = [self._rule(s, t, [s.of(x) for x in before]) for s in self.segments]
-        if len(parts) == 1:
-            params, *slots = (x.reshape(-1) for x in parts[0])
+        if into is None:
+            after = [torch.empty_like(state.params) for _ in (0, *self.slot_names)]
         else:
-            params, *slots = (
-                torch.cat([x.reshape(-1) for x in outputs]) for outputs in zip(*parts, strict=True)
-            )
-        return params, dict(zip(self.slot_names, slots, strict=True))
+            after = [into.params, *(into.slots[name] for name in self.slot_names)]
+        for segment in self.segments:
+            for piece in _pieces(segment, g):
+                outputs = self._rule(piece, t, [piece.of(x) for x in before])
+                _assign([piece.of(x) for x in after], outputs)
+        return after[0], dict(zip(self.slot_names, after[1:], strict=True))
 
     def linearize(self, state: State, g: Tensor, t: int) -> "UpdateJacobian":
         """The Jacobian at a state and a gradient (before clipping)."""
@@ -65,6 +68,20 @@ class Update:
             kind = DiagonalJacobian if segment.rule.elementwise else DenseJacobian
             blocks.append(kind.of(inputs, outputs))
         return UpdateJacobian(self, tuple(blocks), clip)
+
+
+_PIECE = 1 << 18
+"""Entries of an elementwise update at once, so that its intermediate values stay in the cache."""
+
+
+def _pieces(segment: Segment, like: Tensor) -> Iterator[Segment]:
+    """A segment in pieces of a size that suits the device."""
+    if not segment.rule.elementwise or like.is_cuda:
+        yield segment
+        return
+    for start in range(segment.start, segment.stop, _PIECE):
+        stop = min(start + _PIECE, segment.stop)
+        yield Segment(start, stop, torch.Size([stop - start]), segment.rule)
 
 
 @dataclass(frozen=True)
