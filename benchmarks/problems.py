@@ -1,6 +1,6 @@
 """Problems on real data on which methods are compared: each a recipe and its queries, by seed.
 
-    hard    digits, an MLP that interpolates them: row norms of Y span 5 or more orders of magnitude,
+    hard    digits, an MLP that interpolates them: the row norms of Y span 5 orders of magnitude,
             nearly all of the energy is in a quarter of the rows (the geometry of the paper)
     easy    the same MLP, trained briefly: row norms within two orders of magnitude
     cnn     digits, a small CNN with BatchNorm, measured in eval mode
