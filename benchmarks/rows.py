@@ -15,7 +15,9 @@ Ratios hold within one run of this script only.
 """
 
 import argparse
+import ctypes
 import datetime
+import gc
 import json
 import multiprocessing
 import os
@@ -39,8 +41,9 @@ from metasketch.memory import block_size
 from metasketch.sizes import format_bytes, parse_bytes
 
 EVERYTHING = "16GiB"
-TRAIN_STEPS = 64
 BARE_SECONDS = 0.3
+TRAIN_SECONDS = 2.0
+"""Of bare training: what `ms.train` does once, before the first step, is spread over these."""
 BUDGETS = ("2GiB", "600MiB", "300MiB")
 MEMORY_STEPS, MEMORY_ROWS = 12, 16
 
@@ -132,14 +135,15 @@ def measure(
         run = ms.train(problem.recipe(num_steps), memory=memory, progress=False)
         run.implementations.update(choice.implementations)
         runs[f"{len(run.plan.kept) + run.plan.free} of {num_steps}"] = run
-    train_recipe = problem.recipe(TRAIN_STEPS)
-    bare_steps = ceil(BARE_SECONDS / problem.bare(4, clock)[0])
+    bare_step = problem.bare(4, clock)[0]
+    bare_steps, train_steps = ceil(BARE_SECONDS / bare_step), ceil(TRAIN_SECONDS / bare_step)
+    train_recipe = problem.recipe(train_steps)
     seconds: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     recomputed: dict[tuple[str, str, int], float] = defaultdict(float)
     for _ in range(repeats):
         start = clock()
         ms.train(train_recipe, memory="2 states", progress=False)
-        seconds["train", "", 1].append((clock() - start) / TRAIN_STEPS)
+        seconds["train", "", 1].append((clock() - start) / train_steps)
         for states, run in runs.items():
             for b in rows:
                 for what, sweep in sweeps(run, b).items():
@@ -249,10 +253,12 @@ def peak_memory(name: str, budget: str, threads: int, answer: Any) -> None:
     """In a fresh process: train and replay under a budget, and send the peak above the start."""
     torch.set_num_threads(threads)
     problem = PROBLEMS[name]
-    tiny = ms.Recipe(nn.Linear(2, 2), ms.losses.cross_entropy, _tiny(), ms.SGD(0.1), batches=[[0]])
-    for how in choose.names():  # what torch loads at first use does not count
-        warm = ms.train(tiny, implementation=how, progress=False)
-        warm.replay(cotangents(warm.model(), 2), progress=False)
+    for how in choose.names():  # what torch loads and compiles at first use does not count
+        warm = ms.train(problem.recipe(1), implementation=how, progress=False)
+        warm.replay(cotangents(warm.model(), 1), progress=False)
+    del warm
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # nor may the runs below use what these have left
     recipe = problem.recipe(MEMORY_STEPS)
     theta_bar = cotangents(recipe.model, MEMORY_ROWS)
     before = _status("VmRSS")
@@ -277,10 +283,6 @@ def peak_memory(name: str, budget: str, threads: int, answer: Any) -> None:
             "how": ", ".join(sorted(set(run.implementations.values()))),
         }
     )
-
-
-def _tiny() -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
 
 
 def _status(field: str) -> int:

@@ -53,11 +53,11 @@ def logged(patch: Callable[[Any, str, Any], None], log: Path, delay: float = 0.0
     """Note every sweep in a file, when it is done; each takes a while."""
     sweep = ms.Run._sweep
 
-    def slow(run: ms.Run, mode: str, rows: Tensor, *others: Any) -> Tensor:
-        time.sleep(delay * len(rows))
+    def slow(run: ms.Run, mode: str, rows: int, *others: Any) -> Tensor:
+        time.sleep(delay * rows)
         found = sweep(run, mode, rows, *others)
         with log.open("a") as file:
-            file.write(f"{mode} {len(rows)}\n")
+            file.write(f"{mode} {rows}\n")
         return found
 
     patch(ms.Run, "_sweep", slow)

@@ -184,8 +184,10 @@ class Gradient:
     losses: Tensor
 
 
-def gradient(function: LossFunction, part: Part, state: State) -> Gradient:
-    """The first derivative alone, as training needs it. Cost: 1."""
+def gradient(
+    function: LossFunction, part: Part, state: State, into: Tensor | None = None
+) -> Gradient:
+    """The first derivative alone, as training needs it, in the memory of ``into``. Cost: 1."""
     model = function.functional
     theta = [view.detach().requires_grad_() for view in model.layout.views(state.params)]
     stats = model.stats_layout.views(state.stats)
@@ -196,7 +198,8 @@ def gradient(function: LossFunction, part: Part, state: State) -> Gradient:
     for name, grad in zip(idle, grads[len(theta) :], strict=True):
         if grad is not None:
             raise _now_and_then(name, part.t)
-    g = model.layout.pack(require_used(grads[: len(theta)], model.layout.names, part.t))
+    used = require_used(grads[: len(theta)], model.layout.names, part.t)
+    g = model.layout.pack(used, into=into)
     losses = value.losses.detach()
     return Gradient(g, value.count, flat(value.stats, state), value.counts, losses)
 

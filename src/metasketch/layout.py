@@ -53,28 +53,30 @@ class Layout:
         """The named tensors inside ``flat``, as views."""
         return dict(zip(self.names, self.views(flat), strict=True))
 
-    def pack(self, tensors: Sequence[Tensor], lead: tuple[int, ...] = ()) -> Tensor:
-        """One new vector (*lead, P) from tensors in this layout's order."""
-        return torch.cat([tensor.reshape(*lead, -1) for tensor in tensors], dim=-1)
+    def pack(
+        self, tensors: Sequence[Tensor], lead: tuple[int, ...] = (), into: Tensor | None = None
+    ) -> Tensor:
+        """One vector (*lead, P) from tensors in this layout's order, new or in given memory."""
+        return torch.cat([tensor.reshape(*lead, -1) for tensor in tensors], dim=-1, out=into)
 
-    def pack_block(
-        self, tensors: Mapping[str, Tensor], b: int, like: Tensor, what: str
-    ) -> tuple[Tensor, set[str]]:
-        """A block (b, P) from some of the names; absent ones are zero.
-
-        Returns the block and the names that were used.
-        """
-        block = like.new_zeros(b, self.size)
-        used = set()
-        for name, shape, view in zip(self.names, self.shapes, self.views(block), strict=True):
-            if name not in tensors:
-                continue
-            given = tensors[name]
-            if given.shape != (b, *shape):
+    def check_block(self, tensors: Mapping[str, Tensor], b: int, what: str) -> list[str]:
+        """The names of this layout that are given, each as (b, *shape)."""
+        found = [
+            (n, shape) for n, shape in zip(self.names, self.shapes, strict=True) if n in tensors
+        ]
+        for name, shape in found:
+            if tensors[name].shape != (b, *shape):
                 raise ArgumentError(
-                    f"{what}[{name!r}] has shape {tuple(given.shape)}; a block of {b} rows needs "
-                    f"{(b, *shape)}"
+                    f"{what}[{name!r}] has shape {tuple(tensors[name].shape)}; a block of {b} rows "
+                    f"needs {(b, *shape)}"
                 )
-            view.copy_(given)
-            used.add(name)
-        return block, used
+        return [name for name, _ in found]
+
+    def block(self, tensors: Mapping[str, Tensor], like: Tensor) -> Tensor:
+        """A new block (b, P) from some of the names, each (b, *shape); absent ones are zero."""
+        b = len(next(iter(tensors.values())))
+        block = like.new_zeros(b, self.size)
+        for name, view in zip(self.names, self.views(block), strict=True):
+            if name in tensors:
+                view.copy_(tensors[name])
+        return block

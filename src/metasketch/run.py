@@ -1,7 +1,7 @@
 """A finished run and its sweeps, in blocks."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,9 @@ from metasketch.replay import replay
 from metasketch.state import State, checksum
 from metasketch.step import Step
 from metasketch.trajectory import Trajectory
+
+Sweep = Callable[[slice, str], Generator[int, None, Tensor]]
+"""Sends some rows through the run, with an implementation of the second derivatives."""
 
 
 @dataclass
@@ -115,8 +118,12 @@ class Run:
         Returns:
             (b, N). Exact. Cost in training steps: T (r + 1 + 2b) for each block.
         """
-        bars = self._cotangents(theta_bar)
-        return self._sweep("replay", bars, block, progress)
+        b, bar_of = self._cotangents(theta_bar)
+
+        def sweep(rows: slice, how: str) -> Generator[int, None, Tensor]:
+            return replay(self.trajectory, bar_of(rows), how)
+
+        return self._sweep("replay", b, sweep, block, progress)
 
     def forward(
         self, w_dot: Tensor, block: int | None = None, progress: bool | None = None
@@ -140,7 +147,12 @@ class Run:
                 f"w_dot has shape {tuple(w_dot.shape)}; directions in data space are "
                 f"(b, {self.num_examples})"
             )
-        flat = self._sweep("forward", w_dot, block, progress)
+
+        def sweep(rows: slice, how: str) -> Generator[int, None, Tensor]:
+            dot = yield from forward(self.trajectory, w_dot[rows], how)
+            return torch.cat([dot.params, dot.stats], dim=1)
+
+        flat = self._sweep("forward", len(w_dot), sweep, block, progress)
         named = self.named(flat)
         original = self.recipe.functional.layout
         for name, shape in zip(original.names, original.shapes, strict=True):
@@ -172,26 +184,33 @@ class Run:
             raise ArgumentError(f"{what} holds NaN or infinity")
         return block
 
-    def _cotangents(self, theta_bar: Mapping[str, Tensor]) -> Tensor:
-        """(b, P + R) from named cotangents."""
+    def _cotangents(self, theta_bar: Mapping[str, Tensor]) -> tuple[int, Callable[[slice], State]]:
+        """Named cotangents, checked: how many, and what makes a block of some of them."""
         if not theta_bar:
             raise ArgumentError("theta_bar is empty: name at least one parameter")
         b = len(next(iter(theta_bar.values())))
-        rows = {n: self._block_of(t, f"theta_bar[{n!r}]") for n, t in theta_bar.items()}
-        like = self.final.params
-        params, used = self.step.model.layout.pack_block(rows, b, like, "theta_bar")
-        stats, also = self.step.model.stats_layout.pack_block(rows, b, like, "theta_bar")
+        given = {n: self._block_of(t, f"theta_bar[{n!r}]") for n, t in theta_bar.items()}
+        params, stats = self.step.model.layout, self.step.model.stats_layout
+        known = {n for layout in (params, stats) for n in layout.check_block(given, b, "theta_bar")}
         constant = {n for n, _ in self.recipe.functional.module.named_parameters()}
-        if unknown := sorted(set(rows) - used - also - constant):
+        if unknown := sorted(set(given) - known - constant):
             raise ArgumentError(
                 f"theta_bar names {unknown}, which are not in the final state; it has the model's "
-                f"parameters, and the running statistics {list(self.step.model.stats_layout.names)}"
+                f"parameters, and the running statistics {list(stats.names)}"
             )
-        return torch.cat([params, stats], dim=1)
 
-    def _sweep(self, mode: str, rows: Tensor, block: int | None, progress: bool | None) -> Tensor:
-        """Send a block of rows through a sweep, in as many sweeps as memory needs."""
-        b = len(rows)
+        def bar_of(rows: slice) -> State:
+            part = {name: tensor[rows] for name, tensor in given.items()}
+            theta = params.block(part, self.final.params)
+            slots = {name: torch.zeros_like(theta) for name in self.final.slots}
+            return State(theta, stats.block(part, self.final.params), slots)
+
+        return b, bar_of
+
+    def _sweep(
+        self, mode: str, b: int, sweep: Sweep, block: int | None, progress: bool | None
+    ) -> Tensor:
+        """Send b rows through, in as many sweeps as memory needs."""
         if b == 0:
             raise ArgumentError("there are no rows to send through: b must be at least 1")
         size = block_size(b, self.most_rows) if block is None else block
@@ -202,21 +221,11 @@ class Run:
         results = []
         with self.computing():
             how = self._how(mode, min(size, b))
-            for part in rows.split(size):
-                title = f"{mode} of {len(part)} row{'s' * (len(part) > 1)}"
-                if mode == "replay":
-                    sweep = replay(self.trajectory, self._bar(part), how)
-                    results.append(drive(sweep, self.num_steps, title, progress))
-                else:
-                    dots = forward(self.trajectory, part, how)
-                    dot = drive(dots, self.num_steps, title, progress)
-                    results.append(torch.cat([dot.params, dot.stats], dim=1))
-        return torch.cat(results)
-
-    def _bar(self, rows: Tensor) -> State:
-        params, stats = rows.split([self.num_params, len(self.final.stats)], dim=1)
-        zeros = self.final.zeros(len(rows))
-        return State(params.clone(), stats.clone(), zeros.slots)
+            for start in range(0, b, size):
+                rows = slice(start, min(start + size, b))
+                title = f"{mode} of {rows.stop - start} row{'s' * (rows.stop - start > 1)}"
+                results.append(drive(sweep(rows, how), self.num_steps, title, progress))
+        return results[0] if len(results) == 1 else torch.cat(results)
 
     def _how(self, mode: str, b: int) -> str:
         """The implementation for a block, measured (or tried, where it is named) once."""

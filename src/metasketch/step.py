@@ -9,7 +9,7 @@ Jacobian; and the same two transposed, in the other order.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,23 +79,26 @@ class Step:
         self, state: State, t: int, w: Tensor, batch: Batch, into: State | None = None
     ) -> State:
         """The state after step t, in the memory of ``into``, which is used up. Cost: 1."""
-        total = self._total(state, t, w, batch)[0]
+        # The update reads a gradient before it writes parameters over it.
+        total = self._total(state, t, w, batch, None if into is None else into.params)[0]
         self._check_finite(total, t)
         params, slots = self.update.apply(state, total.g, t, into)
         return State(params, total.stats, slots, total.counts)
 
     def _total(
-        self, state: State, t: int, w: Tensor, batch: Batch
+        self, state: State, t: int, w: Tensor, batch: Batch, into: Tensor | None = None
     ) -> tuple[Gradient, Tensor | float, list[tuple[Part, State]]]:
         """The normalised gradient, what it was divided by, and where each microbatch started."""
         starts: list[tuple[Part, State]] = []
-        found: list[Gradient] = []
+        found: Gradient | None = None
         at = state
         for part in parts(self.recipe, t, batch, w):
             starts.append((part, at))
-            found.append(gradient(self.function, part, at))
-            at = State(state.params, found[-1].stats, state.slots, found[-1].counts)
-        return *_sum(found, t), starts
+            new = gradient(self.function, part, at, into if found is None else None)
+            found = _add(found, new)
+            at = State(state.params, new.stats, state.slots, new.counts)
+        assert found is not None
+        return *_normalized(found, len(starts), t), starts
 
     def push(
         self,
@@ -113,16 +116,18 @@ class Step:
         ``dot`` is used up: its memory holds the result. ``g_dot`` is scratch, (b, P).
         Cost: 1 + 2b.
         """
-        found: list[Gradient] = []
-        at, r_dot = state, dot.stats
+        found: Gradient | None = None
+        at, r_dot, number = state, dot.stats, 0
         g_dot.zero_()
         for part in parts(self.recipe, t, batch, w):
             linear = IMPLEMENTATIONS[how](self.function, part, at, True)
             r_dot = linear.push(dot.params, r_dot, w_dot[:, part.rows], g_dot)
-            found.append(linear.gradient())
-            at = State(state.params, found[-1].stats, state.slots, found[-1].counts)
+            new = linear.gradient()
             del linear
-        total, count = _sum(found, t)
+            found, number = _add(found, new), number + 1
+            at = State(state.params, new.stats, state.slots, new.counts)
+        assert found is not None
+        total, count = _normalized(found, number, t)
         jacobian = self.update.linearize(state, total.g, t)
         jacobian.push(dot, _divided_(g_dot, count))
         return State(dot.params, r_dot, dot.slots)
@@ -147,7 +152,8 @@ class Step:
         pieces = list(parts(self.recipe, t, batch, w))
         if len(pieces) == 1:
             linear = IMPLEMENTATIONS[how](self.function, pieces[0], state, False)
-            total, count = _sum([linear.gradient()], t)
+            total = linear.gradient()
+            count = total.count
             starts = [(pieces[0], state)]
         else:
             total, count, starts = self._total(state, t, w, batch)
@@ -190,16 +196,20 @@ class Step:
         )
 
 
-def _sum(found: Sequence[Gradient], t: int) -> tuple[Gradient, Tensor | float]:
-    """The gradient of a whole step from those of its microbatches, and what divides it still."""
-    if len(found) == 1:
-        return found[0], found[0].count
-    count = require_positive(sum((p.count for p in found[1:]), start=found[0].count), t)
-    g = found[0].g
-    for part in found[1:]:
-        g = g + part.g
-    losses = torch.cat([part.losses for part in found]).detach()
-    return Gradient(g / count, count, found[-1].stats, found[-1].counts, losses), count
+def _add(total: Gradient | None, part: Gradient) -> Gradient:
+    """The sum over microbatches so far, in the memory of the first."""
+    if total is None:
+        return part
+    losses = torch.cat([total.losses, part.losses])
+    return Gradient(total.g.add_(part.g), total.count + part.count, part.stats, part.counts, losses)
+
+
+def _normalized(total: Gradient, number: int, t: int) -> tuple[Gradient, Tensor | float]:
+    """The gradient of a whole step of so many microbatches, and what divides their sum still."""
+    if number == 1:
+        return total, total.count
+    count = require_positive(total.count, t)
+    return replace(total, g=total.g.div_(count)), count
 
 
 def _divided_(block: Tensor, count: Tensor | float) -> Tensor:
