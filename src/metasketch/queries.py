@@ -64,11 +64,8 @@ class Queries:
 
     def values(self, run: Run) -> Tensor:
         """f(w) at the run's weights, (K,), float64. Cost: one forward pass over the queries."""
-        with run.computing(), torch.no_grad():
-            measurement = self.of(run)
-            state = measurement.leaves()
-            parts = [measurement.values(chunk, state) for chunk in measurement.chunks()]
-        return torch.cat(parts).cpu()
+        with run.computing():
+            return self.of(run).all_values()
 
     def gradients(self, run: Run, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
         """v_q of some queries (all by default), by name: (b, *shape), in the run's precision.
