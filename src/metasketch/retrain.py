@@ -65,6 +65,9 @@ class Finals:
             torch.cat([p.diverged for p in parts]),
         )
 
+    def to(self, device: torch.device) -> "Finals":
+        return Finals(self.params.to(device), self.stats.to(device), self.diverged.to(device))
+
     def __getitem__(self, rows: Any) -> "Finals":
         return Finals(self.params[rows], self.stats[rows], self.diverged[rows])
 
