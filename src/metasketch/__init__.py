@@ -1,6 +1,6 @@
 """Training-data attribution by metagradients: which examples made this model behave like this?"""
 
-from metasketch import losses, measures
+from metasketch import evaluate, losses, measures
 from metasketch.attribute import attribute
 from metasketch.check import CheckReport, check
 from metasketch.errors import (
@@ -54,6 +54,7 @@ __all__ = [
     "check",
     "constant",
     "cosine",
+    "evaluate",
     "linear",
     "linear_warmup",
     "load_run",

@@ -16,19 +16,17 @@ from metasketch.errors import (
     ArgumentError,
     MetasketchWarning,
     MismatchError,
-    NumericalError,
     StoreError,
 )
 from metasketch.influence import Influence
 from metasketch.measured import Measured
 from metasketch.methods import Method, make
 from metasketch.progress import drive, follow
-from metasketch.queries import Queries
+from metasketch.queries import Queries, check_outputs
 from metasketch.query_gradients import QueryGradients
 from metasketch.run import Run
 from metasketch.sizes import parse_bytes
 from metasketch.sketch import Sketch, blocks_needed, num_sweeps, remarks, rounds
-from metasketch.state import digest
 from metasketch.store import differences
 from metasketch.version import __version__
 
@@ -83,7 +81,8 @@ def attribute(
     chosen.rule.check(queries.num_queries)
     ledger = Memory() if store is None else Folder(store)
     chosen, B, notes = _spend(chosen, budget, queries.num_queries, ledger.record() is None)
-    outputs = _outputs(run, queries)
+    outputs = queries.values(run)
+    check_outputs(queries, outputs)
     job = _Job(run, queries, chosen, ledger, progress)
     with ledger.alone():
         record = job.opened(B, block or run.most_rows)
@@ -98,7 +97,7 @@ def attribute(
             notes += job.permitted(record, known, V, on_mismatch)
             sweeps = num_sweeps(cut, chosen.estimator.pairs)
             known = follow(remarks(sketch.measure()), sweeps, chosen.name, progress, "sweep")
-        elif record["final"] != job.final:
+        elif record["final"] != run.final_digest:
             notes.append("made on a machine that rounds differently from this one")
         known = known.first(B, [start for start, _ in cut])
         C, Q = chosen.estimator.factors(known)
@@ -150,20 +149,6 @@ def _spend(
     return exact, K, [why]
 
 
-def _outputs(run: Run, queries: Queries) -> Tensor:
-    """f(w), refused where it is not finite, before anything is spent."""
-    outputs = queries.values(run)
-    bad = (~torch.isfinite(outputs)).nonzero()
-    if len(bad):
-        q = int(bad[0])
-        name = "" if queries.ids is None else f" ({queries.ids[q]!r})"
-        raise NumericalError(
-            f"the measurement of query {q}{name} is {float(outputs[q])}: leave it out, or mend the "
-            "measurement"
-        )
-    return outputs
-
-
 @dataclass(frozen=True)
 class _Job:
     """What one call works on, and the record that it shares with others."""
@@ -173,11 +158,6 @@ class _Job:
     method: Method
     ledger: Ledger
     progress: bool | None
-
-    @property
-    def final(self) -> str:
-        """What identifies the final state bit for bit, and the number of threads."""
-        return f"{digest(self.run.final):016x} on {self.run.num_threads} threads"
 
     def opened(self, budget: int, most: int) -> dict[str, Any]:
         """The record, with blocks for the budget; refused where it is of something else."""
@@ -190,7 +170,7 @@ class _Job:
                 "metasketch": __version__,
                 "torch": torch.__version__,
                 "facts": facts,
-                "final": self.final,
+                "final": self.run.final_digest,
                 "method": self.method.name,
                 "options": _plain(self.method.options),
                 "fixed": 0,
@@ -266,11 +246,13 @@ class _Job:
 
         Returns how far the two are apart, in words.
         """
-        if record["final"] == self.final:
+        if record["final"] == self.run.final_digest:
             return []
         if not known.replays:
             with self.ledger.alone():
-                self.ledger.write_record({**(self.ledger.record() or {}), "final": self.final})
+                self.ledger.write_record(
+                    {**(self.ledger.record() or {}), "final": self.run.final_digest}
+                )
             return []
         if on_mismatch == "refuse":
             raise MismatchError(
@@ -279,10 +261,10 @@ class _Job:
                 "made here would differ in rounding. Go on where it began, or pass "
                 'on_mismatch="tolerate", which records the relative difference'
             )
-        if self.final not in record["elsewhere"]:
+        if self.run.final_digest not in record["elsewhere"]:
             difference = self._difference(known, V)
             with self.ledger.alone():
-                record["elsewhere"] = {**record["elsewhere"], self.final: difference}
+                record["elsewhere"] = {**record["elsewhere"], self.run.final_digest: difference}
                 stored = self.ledger.record()
                 assert stored is not None
                 self.ledger.write_record({**stored, "elsewhere": record["elsewhere"]})

@@ -12,24 +12,20 @@ docs/formats.md describes the files.
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from metasketch import files
-from metasketch.errors import MetasketchWarning, StoreError
 from metasketch.measured import Paired, Replayed
 
 FORMAT = "metasketch-attribution"
 VERSION = 1
 
 _REMEDY = "delete the store and attribute again"
-_CPU = torch.device("cpu")
 
 Kind = Literal["replay", "forward"]
 Record = dict[str, Any]
@@ -141,14 +137,14 @@ class Folder:
             yield
 
     def gram(self) -> Tensor | None:
-        found = self._tensors(self._gram_path)
+        found = files.read_or_discard(self._gram_path)
         return None if found is None else found[0]["gram"]
 
     def write_gram(self, G: Tensor) -> None:
         files.write_tensors(self._gram_path, {"gram": G}, {})
 
     def read(self, block: Block) -> Replayed | Paired | None:
-        found = self._tensors(self._path(block))
+        found = files.read_or_discard(self._path(block))
         if found is None:
             return None
         tensors, notes = found
@@ -172,14 +168,3 @@ class Folder:
             if mine:  # what was being written under this lock before is of nobody who lives
                 files.remove_parts(path.parent, path.name)
             yield mine
-
-    def _tensors(self, path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """A file that is whole; one that is damaged is named, put aside, and made again."""
-        if not path.exists():
-            return None
-        try:
-            return files.read_tensors(path, _CPU, "it is made again")
-        except StoreError as error:
-            warnings.warn(str(error), MetasketchWarning, stacklevel=2)
-            path.unlink(missing_ok=True)
-            return None

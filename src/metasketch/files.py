@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from metasketch.errors import StoreError
+from metasketch.errors import MetasketchWarning, StoreError
 from metasketch.randomness import derive_seed
 from metasketch.state import checksum
 
@@ -98,6 +99,19 @@ def read_tensors(
             f"{path} is damaged (its contents do not have the checksum that it states): {remedy}"
         )
     return {name: tensor.to(device) for name, tensor in tensors.items()}, facts
+
+
+def read_or_discard(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """A file that is whole; None where there is none, or where it was damaged: then it is named
+    and deleted, so that it is made again."""
+    if not path.exists():
+        return None
+    try:
+        return read_tensors(path, torch.device("cpu"), "it is made again")
+    except StoreError as error:
+        warnings.warn(str(error), MetasketchWarning, stacklevel=3)
+        path.unlink(missing_ok=True)
+        return None
 
 
 @contextlib.contextmanager

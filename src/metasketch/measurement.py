@@ -19,6 +19,7 @@ from metasketch.errors import ArgumentError, MetasketchError
 from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
 from metasketch.run import Run
+from metasketch.state import State
 
 Measure = Callable[..., Tensor]
 
@@ -65,9 +66,13 @@ class Measurement:
         each = max(wider * self.run.sizes.graph // m, 1)
         return max(1, min(_AT_ONCE, total // _GRAPH_SHARE // each))
 
-    def leaves(self) -> tuple[Tensor, Tensor]:
-        """The final parameters (P,) and statistics (R,) in float64, as leaves of a graph."""
-        final = self.run.final
+    def leaves(self, final: State | None = None) -> tuple[Tensor, Tensor]:
+        """Parameters (P,) and statistics (R,) in float64, as leaves of a graph.
+
+        Args:
+            final: another state than the run's, such as where retraining ends.
+        """
+        final = final or self.run.final
         params = final.params.detach().double().requires_grad_()
         return params, final.stats.detach().double().requires_grad_()
 
@@ -75,6 +80,12 @@ class Measurement:
         """Queries (all by default) in batches that fit into memory."""
         every = torch.arange(self.num_queries) if indices is None else indices
         yield from every.split(self.at_once)
+
+    @torch.no_grad()
+    def all_values(self, final: State | None = None) -> Tensor:
+        """φ of every query, (K,), float64, on the CPU."""
+        state = self.leaves(final)
+        return torch.cat([self.values(chunk, state) for chunk in self.chunks()]).cpu()
 
     def values(self, indices: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         """φ of some queries at a state given as flat leaves, (b,), float64."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metasketch.data import Collate, Examples, batch_digest
-from metasketch.errors import ArgumentError, DataError
+from metasketch.errors import ArgumentError, DataError, NumericalError
 from metasketch.measurement import Measure, Measurement
 from metasketch.progress import drive
 from metasketch.query_gradients import QueryGradients
@@ -64,11 +64,8 @@ class Queries:
 
     def values(self, run: Run) -> Tensor:
         """f(w) at the run's weights, (K,), float64. Cost: one forward pass over the queries."""
-        with run.computing(), torch.no_grad():
-            measurement = self.of(run)
-            state = measurement.leaves()
-            parts = [measurement.values(chunk, state) for chunk in measurement.chunks()]
-        return torch.cat(parts).cpu()
+        with run.computing():
+            return self.of(run).all_values()
 
     def gradients(self, run: Run, indices: Sequence[int] | None = None) -> dict[str, Tensor]:
         """v_q of some queries (all by default), by name: (b, *shape), in the run's precision.
@@ -125,3 +122,15 @@ class Queries:
             "measure": name,
             "better": self.better,
         }
+
+
+def check_outputs(queries: Queries, outputs: Tensor) -> None:
+    """Refuse measurements (K,) that are not finite, before anything is spent on them."""
+    bad = (~torch.isfinite(outputs)).nonzero()
+    if len(bad):
+        q = int(bad[0])
+        name = "" if queries.ids is None else f" ({queries.ids[q]!r})"
+        raise NumericalError(
+            f"the measurement of query {q}{name} is {float(outputs[q])}: leave it out, or mend the "
+            "measurement"
+        )

@@ -17,7 +17,7 @@ from metasketch.memory import Budget, Sizes, block_size
 from metasketch.progress import drive
 from metasketch.recipe import Recipe
 from metasketch.replay import replay
-from metasketch.state import State, checksum
+from metasketch.state import State, checksum, digest
 from metasketch.step import Step
 from metasketch.trajectory import Trajectory
 
@@ -84,6 +84,11 @@ class Run:
     def facts(self) -> dict[str, Any]:
         """What identifies the run: see `metasketch.Recipe.facts`."""
         return facts_of(self.recipe, self.weights)
+
+    @property
+    def final_digest(self) -> str:
+        """What identifies the final state bit for bit, and the number of threads."""
+        return f"{digest(self.final):016x} on {self.num_threads} threads"
 
     def model(self) -> nn.Module:
         """A fresh module with the trained weights, in eval mode."""

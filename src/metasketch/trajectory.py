@@ -94,7 +94,8 @@ class Trajectory:
                 "setting of the training"
             )
 
-    def _verify_batch(self, batch: Batch, t: int) -> None:
+    def verify_batch(self, batch: Batch, t: int) -> None:
+        """Refuse a batch that is not the one that training saw."""
         if self.step.batches.checked and batch_digest(batch) != self.batch_digests[t]:
             raise MismatchError(
                 f"the batch of step {t} is not what training saw: the Dataset, its collate "
@@ -108,7 +109,7 @@ class Trajectory:
         state = self._held(0)
         last = self.step.recipe.num_steps - 1
         for t, batch in self.step.batches.along(iter(range(last + 1))):
-            self._verify_batch(batch, t)
+            self.verify_batch(batch, t)
             if t in self.memory:
                 state = self.memory[t]
             yield t, state, batch
@@ -127,7 +128,7 @@ class Trajectory:
                     state = self._at(action.source, places)
                     for _ in range(action.source, action.state):
                         t, batch = next(batches)
-                        self._verify_batch(batch, t)
+                        self.verify_batch(batch, t)
                         state = self._again(state, t, batch)
                     at = (action.state, state)
                 elif action.kind == "store":
@@ -137,7 +138,7 @@ class Trajectory:
                     del places[action.state]
                 else:
                     t, batch = next(batches)
-                    self._verify_batch(batch, t)
+                    self.verify_batch(batch, t)
                     if at is None or at[0] != t:
                         at = (t, self._at(t, places))
                     yield t, at[1], batch
@@ -181,7 +182,7 @@ class Trajectory:
     def verify_first_step(self) -> None:
         """Take the first step again and compare: a changed loss function shows here."""
         batch = self.step.batches.load(0)
-        self._verify_batch(batch, 0)
+        self.verify_batch(batch, 0)
         if digest(self.step.advance(self._held(0), 0, self.w, batch)) != self.digests[1]:
             raise MismatchError(
                 "the first step comes out differently than when the run was stored: the loss "

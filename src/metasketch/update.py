@@ -53,6 +53,20 @@ class Update:
                 _assign([piece.of(x) for x in after], outputs)
         return after[0], dict(zip(self.slot_names, after[1:], strict=True))
 
+    @torch.no_grad()
+    def apply_rows(self, states: State, g: Tensor, t: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same for b states, (b, P), which share nothing but the rule."""
+        if self.clip_norm is not None:
+            norms = optim.root(g.square().sum(1))
+            g = g * optim.clip_factor(norms, self.clip_norm)[:, None]
+        before = [states.params, g, *(states.slots[name] for name in self.slot_names)]
+        after = [torch.empty_like(g) for _ in (0, *self.slot_names)]
+        for segment in self.segments:
+            for rows, piece in _blocks(segment, g):
+                outputs = self._rule(piece, t, [_cut(x, rows, piece) for x in before])
+                _assign([_cut(x, rows, piece) for x in after], outputs)
+        return after[0], dict(zip(self.slot_names, after[1:], strict=True))
+
     def linearize(self, state: State, g: Tensor, t: int) -> "UpdateJacobian":
         """The Jacobian at a state and a gradient (before clipping)."""
         clip = None
@@ -82,6 +96,20 @@ def _pieces(segment: Segment, like: Tensor) -> Iterator[Segment]:
     for start in range(segment.start, segment.stop, _PIECE):
         stop = min(start + _PIECE, segment.stop)
         yield Segment(start, stop, torch.Size([stop - start]), segment.rule)
+
+
+def _blocks(segment: Segment, like: Tensor) -> Iterator[tuple[slice, Segment]]:
+    """A segment of b rows, in blocks of a suitable size; row by row where entries of a rule mix."""
+    for piece in _pieces(segment, like):
+        at_once = max(1, _PIECE // (piece.stop - piece.start)) if piece.rule.elementwise else 1
+        for start in range(0, len(like), at_once):
+            yield slice(start, start + at_once), piece
+
+
+def _cut(x: Tensor, rows: slice, segment: Segment) -> Tensor:
+    """A segment of some rows: as they lie for an elementwise rule, else one in its own shape."""
+    block = x[rows, segment.start : segment.stop]
+    return block if segment.rule.elementwise else block.view(segment.shape)
 
 
 @dataclass(frozen=True)
