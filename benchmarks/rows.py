@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memory_use import high_water, resident, restart
 from models import PROBLEMS, Problem
 from torch import Tensor, nn
 
@@ -261,14 +262,14 @@ def peak_memory(name: str, budget: str, threads: int, answer: Any) -> None:
     ctypes.CDLL(None).malloc_trim(0)  # nor may the runs below use what these have left
     recipe = problem.recipe(MEMORY_STEPS)
     theta_bar = cotangents(recipe.model, MEMORY_ROWS)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = resident()
+    restart()
     try:
         run = ms.train(recipe, memory=budget, progress=False)
     except ms.MemoryBudgetError:
         answer.put(None)
         return
-    trained = _status("VmHWM")
+    trained = high_water()
     run.replay(theta_bar, progress=False)
     block = block_size(MEMORY_ROWS, run.most_rows)
     answer.put(
@@ -279,18 +280,10 @@ def peak_memory(name: str, budget: str, threads: int, answer: Any) -> None:
             "recomputed": run.plan.factor,
             "block": block,
             "train": trained - before,
-            "peak": _status("VmHWM") - before,
+            "peak": high_water() - before,
             "how": ", ".join(sorted(set(run.implementations.values()))),
         }
     )
-
-
-def _status(field: str) -> int:
-    """A size of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}")
 
 
 def memory_records(models: list[str], threads: int) -> list[dict[str, Any]]:
