@@ -9,10 +9,10 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types bench-rows clean
+.PHONY: help test lint format types figures bench-digits bench-retraining bench-rows clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON) makes .venv; WORKERS=$(WORKERS) test processes; ARGS=... goes to pytest"
 
@@ -31,6 +31,15 @@ format: $(STAMP)  ## put the code into the house format, with the fixes that are
 
 types: $(STAMP)  ## check types only
 	$(BIN)/mypy
+
+figures: $(STAMP)  ## draw every figure and table from stored scores, into build/figures
+	$(BIN)/python -m benchmarks.figures
+
+bench-digits: $(STAMP)  ## judge the methods on digits (an hour of one core; resumable)
+	$(BIN)/python -m benchmarks.digits --seeds 5 --store build/digits
+
+bench-retraining: $(STAMP)  ## measure retraining together against one by one
+	$(BIN)/python -m benchmarks.retraining
 
 bench-rows: $(STAMP)  ## measure the cost of exact rows
 	$(BIN)/python benchmarks/rows.py
