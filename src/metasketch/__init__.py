@@ -3,6 +3,7 @@
 from metasketch import evaluate, losses, measures
 from metasketch.attribute import attribute
 from metasketch.check import CheckReport, check
+from metasketch.conversion import from_scheduler
 from metasketch.errors import (
     ArgumentError,
     DataError,
@@ -19,6 +20,7 @@ from metasketch.errors import (
 )
 from metasketch.influence import Influence
 from metasketch.methods import methods
+from metasketch.muon import Muon
 from metasketch.optim import SGD, Adam, AdamW, Group
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
@@ -43,6 +45,7 @@ __all__ = [
     "MetasketchWarning",
     "MismatchError",
     "ModelError",
+    "Muon",
     "NumericalError",
     "Queries",
     "Recipe",
@@ -55,6 +58,7 @@ __all__ = [
     "constant",
     "cosine",
     "evaluate",
+    "from_scheduler",
     "linear",
     "linear_warmup",
     "load_run",
