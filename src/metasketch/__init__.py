@@ -4,6 +4,7 @@ from metasketch import evaluate, losses, measures
 from metasketch.attribute import attribute
 from metasketch.check import CheckReport, check
 from metasketch.conversion import from_scheduler
+from metasketch.data import Microbatches
 from metasketch.errors import (
     ArgumentError,
     DataError,
@@ -19,6 +20,7 @@ from metasketch.errors import (
     StoreError,
 )
 from metasketch.influence import Influence
+from metasketch.integrations.hf_trainer import from_trainer
 from metasketch.methods import methods
 from metasketch.muon import Muon
 from metasketch.optim import SGD, Adam, AdamW, Group
@@ -43,6 +45,7 @@ __all__ = [
     "MemoryBudgetError",
     "MetasketchError",
     "MetasketchWarning",
+    "Microbatches",
     "MismatchError",
     "ModelError",
     "Muon",
@@ -59,6 +62,7 @@ __all__ = [
     "cosine",
     "evaluate",
     "from_scheduler",
+    "from_trainer",
     "linear",
     "linear_warmup",
     "load_run",

@@ -40,7 +40,8 @@ class Recipe:
         data: a tensor, a tuple or dict of tensors, or a map-style Dataset.
         optimizer: `SGD`, `Adam`, `AdamW`, `Muon`; or a fresh optimiser of ``torch.optim`` over the
             model's parameters, or ``[torch.optim.Muon, torch.optim.AdamW]``.
-        collate: items of a Dataset to a batch; torch's default.
+        collate: items of a Dataset to a batch; torch's default. It may return `Microbatches`,
+            each made by itself.
         schedule: ``(step, num_steps) -> multiplier`` of the learning rate; constant by default.
             Or a torch scheduler that is stepped after each step (see `from_scheduler`).
         batch_size, epochs, drop_last: a seeded order, reshuffled each epoch.
