@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types bench-rows clean
+.PHONY: help test lint format types bench-rows bench-minilm clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ types: $(STAMP)  ## check types only
 
 bench-rows: $(STAMP)  ## measure the cost of exact rows
 	$(BIN)/python benchmarks/rows.py
+
+bench-minilm: $(STAMP)  ## attribute a fine-tuned MiniLM, and check it by retraining
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -9,6 +9,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -36,7 +37,16 @@ class Group:
         object.__setattr__(self, "overrides", dict(overrides))
 
     def takes(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.match)
+        return name in self._names or any(fnmatch.fnmatchcase(name, p) for p in self._patterns)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """What matches itself alone: looked up, since a converted group may name hundreds."""
+        return frozenset(m for m in self.match if not set(m) & set("*?["))
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(m for m in self.match if m not in self._names)
 
 
 class Optimizer(Protocol):
