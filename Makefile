@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types figures bench-digits bench-retraining bench-rows clean
+.PHONY: help test lint format types figures bench-digits bench-retraining bench-rows bench-minilm clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ bench-retraining: $(STAMP)  ## measure retraining together against one by one
 
 bench-rows: $(STAMP)  ## measure the cost of exact rows
 	$(BIN)/python benchmarks/rows.py
+
+bench-minilm: $(STAMP)  ## attribute a fine-tuned MiniLM, and check it by retraining
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -95,12 +95,19 @@ class LSTM(nn.Module):
 
 MODELS: dict[str, Callable[..., nn.Module]] = {"mlp": MLP, "cnn": CNN, "gpt": GPT, "lstm": LSTM}
 
-OPTIMIZERS: dict[str, ms.SGD | ms.Adam] = {
+OPTIMIZERS: dict[str, ms.SGD | ms.Adam | ms.Muon] = {
     "sgd": ms.SGD(lr=0.2),
     "nesterov": ms.SGD(lr=0.1, momentum=0.85, nesterov=True, weight_decay=0.02),
     "adam": ms.Adam(lr=0.02, eps_root=1e-3),
     "adamw": ms.AdamW(
         lr=0.02, eps_root=1e-3, weight_decay=0.1, groups=(ms.Group("*.bias", weight_decay=0.0),)
+    ),
+    "muon": ms.Muon(
+        lr=0.02,
+        weight_decay=0.1,
+        adamw=ms.AdamW(lr=0.02, eps_root=1e-3, groups=(ms.Group("*.bias", weight_decay=0.0),)),
+        adamw_names="embed.*",
+        groups=(ms.Group("leave.*", lr=0.05, weight_decay=0.0),),
     ),
 }
 
@@ -177,12 +184,15 @@ def with_options(recipe: ms.Recipe, **changes: Any) -> ms.Recipe:
 
 def grid() -> list[tuple[str, str, str]]:
     """(model, optimizer, feature): every pair of values of any two of them occurs."""
-    names = list(OPTIMIZERS)
-    return [
+    names = ["sgd", "nesterov", "adam", "adamw"]
+    pairs = [
         (model, names[(i + j + j // 4) % 4], feature)
         for i, model in enumerate(MODELS)
         for j, feature in enumerate(FEATURES)
     ]
+    # Muon is costly, and unlike the others: with each model, and each feature that it could break.
+    with_muon = {"mlp": "clip", "cnn": "microbatch", "gpt": "frozen-tied", "lstm": "sums-counts"}
+    return pairs + [(model, "muon", feature) for model, feature in with_muon.items()]
 
 
 def random_weights(n: int = NUM_EXAMPLES) -> Tensor:

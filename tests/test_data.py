@@ -397,6 +397,43 @@ def test_microbatches_refuse_what_cannot_be_cut(extra: Any, words: str) -> None:
         slice_batch({"x": torch.zeros(4), "extra": extra}, 0, 2, 4)
 
 
+def test_microbatches_may_be_collated_one_by_one() -> None:
+    """Two texts are padded to their own longest, as a DataLoader under accumulation pads them."""
+    lengths: list[int] = []
+
+    def collate(items: list[Any]) -> ms.Microbatches:
+        pairs = [items[i : i + 2] for i in range(0, len(items), 2)]
+        return ms.Microbatches(torch.nn.utils.rnn.pad_sequence(p, True) for p in pairs)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        lengths.append(batch.shape[1])
+        return (model(batch.mean(1, keepdim=True)) ** 2).sum(1)
+
+    texts = [torch.ones(n) for n in (2, 4, 3, 1, 5)]
+    described = ms.Recipe(
+        nn.Linear(1, 1), loss, texts, ms.SGD(lr=0.1), collate, batches=[range(5), [3, 0]],
+        microbatch=2,
+    )  # fmt: skip
+    ms.train(described)
+    assert lengths[-4:] == [4, 3, 5, 2]
+
+
+def test_microbatches_of_another_size_are_refused() -> None:
+    described = ms.Recipe(
+        nn.Linear(1, 1), lambda model, x: model(x)[:, 0], [torch.ones(1)] * 5, ms.SGD(lr=0.1),
+        lambda items: ms.Microbatches([torch.stack(items)]), batches=[range(5)], microbatch=2,
+    )  # fmt: skip
+    with pytest.raises(ms.DataError, match="made 1 microbatches of a step of 5 examples"):
+        ms.train(described)
+
+
+def test_facts_of_queries_leave_the_generators_alone() -> None:
+    queries = ms.Queries([torch.zeros(1)] * 2, lambda model, x: model(x)[:, 0], collate=torch.stack)
+    before = torch.get_rng_state()
+    queries.facts()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     "changed", [{"t": torch.ones(2)}, {"t": np.ones(2)}, {"t": ["a", "c"]}, {"t": [0, 2.0]}]
 )

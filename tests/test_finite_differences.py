@@ -38,5 +38,6 @@ def test_rows_equal_finite_differences(
     w = problems.random_weights() if weighted else torch.ones(n, dtype=torch.float64)
     run = ms.train(recipe, weights=w, implementation="loop")
     rows = run.replay(queries.gradients(run))
-    expected = difference(lambda v: queries.values(ms.train(recipe, weights=v)), w, h=1e-3)
+    h = 3e-4 if optimizer == "muon" else 1e-3  # an orthogonalised gradient bends much more
+    expected = difference(lambda v: queries.values(ms.train(recipe, weights=v)), w, h)
     assert problems.relative(rows, expected) < 1e-6

@@ -3,6 +3,8 @@
 from metasketch import evaluate, losses, measures
 from metasketch.attribute import attribute
 from metasketch.check import CheckReport, check
+from metasketch.conversion import from_scheduler
+from metasketch.data import Microbatches
 from metasketch.errors import (
     ArgumentError,
     DataError,
@@ -18,7 +20,9 @@ from metasketch.errors import (
     StoreError,
 )
 from metasketch.influence import Influence
+from metasketch.integrations.hf_trainer import from_trainer
 from metasketch.methods import methods
+from metasketch.muon import Muon
 from metasketch.optim import SGD, Adam, AdamW, Group
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
@@ -41,8 +45,10 @@ __all__ = [
     "MemoryBudgetError",
     "MetasketchError",
     "MetasketchWarning",
+    "Microbatches",
     "MismatchError",
     "ModelError",
+    "Muon",
     "NumericalError",
     "Queries",
     "Recipe",
@@ -55,6 +61,8 @@ __all__ = [
     "constant",
     "cosine",
     "evaluate",
+    "from_scheduler",
+    "from_trainer",
     "linear",
     "linear_warmup",
     "load_run",

@@ -40,6 +40,10 @@ class _Functional(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if len(input) == 1:
+            # torch's backward pass on the CPU is wrong (2.13: by tens of per cent) for a batch of
+            # one whose strides are those of channels last.
+            input = input.contiguous()
         prefix, statistics = getattr(self, _ATTRIBUTE)
         if not self.track_running_stats:
             if self.training or self.running_mean is None or self.running_var is None:

@@ -355,6 +355,27 @@ class Batches:
                 yield ahead.result()
 
 
+class Microbatches(tuple[Batch, ...]):
+    """The batch of a step, collated microbatch by microbatch.
+
+    What a ``collate`` returns where each microbatch is padded, or otherwise made, by itself, as
+    torch's gradient accumulation over a DataLoader does.
+    """
+
+
+def microbatch(batch: Batch, number: int, rows: slice, m: int) -> Batch:
+    """One microbatch of a step of m examples: the one that was collated, or one cut out."""
+    if not isinstance(batch, Microbatches):
+        return batch if rows == slice(0, m) else slice_batch(batch, rows.start, rows.stop, m)
+    size = rows.stop - rows.start
+    if number >= len(batch) or (rows.stop == m) != (number == len(batch) - 1):
+        raise DataError(
+            f"collate made {len(batch)} microbatches of a step of {m} examples; microbatch "
+            f"{number} of the recipe has {size} of them: cut where Recipe(microbatch=...) does"
+        )
+    return batch[number]
+
+
 def slice_batch(batch: Batch, start: int, stop: int, m: int) -> Batch:
     """Examples start to stop of a batch of m."""
     if isinstance(batch, Mapping):

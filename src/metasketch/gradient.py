@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metasketch.data import Batch, map_tensors, slice_batch, tensors_of
+from metasketch.data import Batch, map_tensors, microbatch, tensors_of
 from metasketch.errors import LossError, NumericalError
 from metasketch.functional import FunctionalModel
 from metasketch.randomness import seeded
@@ -57,11 +57,12 @@ def parts(recipe: Recipe, t: int, batch: Batch, w: Tensor) -> Iterator[Part]:
     m = len(w)
     size = recipe.microbatch or m
     if size >= m:
-        yield Part(t, 0, slice(0, m), batch, w, whole=True)
+        rows = slice(0, m)
+        yield Part(t, 0, rows, microbatch(batch, 0, rows, m), w, whole=True)
         return
     for number, start in enumerate(range(0, m, size)):
         rows = slice(start, min(start + size, m))
-        cut = slice_batch(batch, rows.start, rows.stop, m)
+        cut = microbatch(batch, number, rows, m)
         yield Part(t, number, rows, cut, w[rows], whole=False)
 
 

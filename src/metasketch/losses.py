@@ -36,18 +36,38 @@ def hf_causal_lm(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor,
             token does not count; without them every unmasked token counts).
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    labels = batch.get("labels")
-    if labels is None:
-        labels = batch["input_ids"]
-        if "attention_mask" in batch:
-            labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
-    return token_losses(model(**inputs).logits, labels)
+    return token_losses(model(**inputs).logits, labels_of(batch))
+
+
+def labels_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """The labels of a batch of texts, or where it has none, its tokens that are not padding."""
+    if "labels" in batch:
+        return batch["labels"]
+    if "attention_mask" in batch:
+        return batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch["input_ids"]
+
+
+def hf_cross_entropy(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Cross-entropy of each example of a Hugging Face classifier: (batch,).
+
+    Args:
+        batch: what the model takes, with its classes as ``labels``.
+    """
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    return F.cross_entropy(
+        at_least_float32(model(**inputs).logits), batch["labels"], reduction="none"
+    )
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of each sequence's next-token losses and the number of tokens in it."""
     targets = labels[:, 1:]
-    losses = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), targets.flatten(), reduction="none", ignore_index=-100
-    )
+    logits = at_least_float32(logits[:, :-1].flatten(0, 1))
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=-100)
     return losses.view(targets.shape).sum(1), (targets != -100).sum(1)
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits of a model in half precision as transformers takes their loss: in float32."""
+    return logits.float() if logits.element_size() < 4 else logits

@@ -91,6 +91,7 @@ class Measurement:
         """φ of some queries at a state given as flat leaves, (b,), float64."""
         batch = self._cast(self.examples.fetch(indices, epoch=0))
         with self._model(state) as model:
+            generator = torch.get_rng_state()
             try:
                 values = self.measure(model, batch)
             except MetasketchError:
@@ -101,6 +102,12 @@ class Measurement:
                     f"{int(indices[-1])}, of the data as Queries was given it, with the model in "
                     f"eval mode and float64: {type(error).__name__}: {error}"
                 ) from error
+        if not torch.equal(torch.get_rng_state(), generator):
+            raise ArgumentError(
+                "the measurement draws random numbers, so that a query's value would depend on the "
+                "queries that are measured with it: measure something that does not, such as the "
+                "mean"
+            )
         if not isinstance(values, Tensor) or values.shape != indices.shape:
             shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ArgumentError(

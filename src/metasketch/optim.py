@@ -9,6 +9,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -36,7 +37,16 @@ class Group:
         object.__setattr__(self, "overrides", dict(overrides))
 
     def takes(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.match)
+        return name in self._names or any(fnmatch.fnmatchcase(name, p) for p in self._patterns)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """What matches itself alone: looked up, since a converted group may name hundreds."""
+        return frozenset(m for m in self.match if not set(m) & set("*?["))
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(m for m in self.match if m not in self._names)
 
 
 class Optimizer(Protocol):
@@ -53,6 +63,9 @@ class Optimizer(Protocol):
     @property
     def groups(self) -> tuple[Group, ...]: ...
     def slot_names(self) -> tuple[str, ...]: ...
+    def of_parameter(self, name: str, shape: torch.Size) -> "Optimizer":
+        """The optimiser, without groups, whose rule updates one parameter."""
+
     def rule(
         self, lr: float, step: int, theta: Tensor, g: Tensor, slots: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
@@ -71,8 +84,8 @@ def root(x: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, x, 1.0).sqrt(), 0.0)
 
 
-def _check(optimizer: Any, **ranges: tuple[float, float]) -> None:
-    """Hyperparameters, and those that groups override, lie in their ranges."""
+def check_hyperparameters(optimizer: Any, **ranges: tuple[float, float]) -> None:
+    """Refuse hyperparameters, and those that groups override, outside of their ranges."""
     for name, (low, high) in ranges.items():
         values = [getattr(optimizer, name)]
         values += [g.overrides[name] for g in optimizer.groups if name in g.overrides]
@@ -91,7 +104,14 @@ def _check(optimizer: Any, **ranges: tuple[float, float]) -> None:
             )
 
 
-_INF = float("inf")
+def in_group(optimizer: Any, name: str) -> Any:
+    """An optimiser with the hyperparameters of the first group that takes the parameter."""
+    taken = (group.overrides for group in optimizer.groups if group.takes(name))
+    return dataclasses.replace(optimizer, groups=(), **next(taken, {}))
+
+
+INF = float("inf")
+BELOW_ONE = 1 - 1e-12
 
 
 @dataclass(frozen=True)
@@ -119,7 +139,9 @@ class SGD:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
-        _check(self, lr=(0, _INF), momentum=(0, 1), weight_decay=(0, _INF), dampening=(0, 1))
+        check_hyperparameters(
+            self, lr=(0, INF), momentum=(0, 1), weight_decay=(0, INF), dampening=(0, 1)
+        )
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ArgumentError("SGD(nesterov=True) needs a positive momentum and no dampening")
 
@@ -127,13 +149,17 @@ class SGD:
         momenta = [self.momentum, *(g.overrides.get("momentum", 0.0) for g in self.groups)]
         return ("momentum",) if any(momenta) else ()
 
+    def of_parameter(self, name: str, shape: torch.Size) -> "SGD":
+        rule: SGD = in_group(self, name)
+        return rule
+
     def rule(
         self, lr: float, step: int, theta: Tensor, g: Tensor, slots: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self.weight_decay:
             g = torch.add(g, theta, alpha=self.weight_decay)
-        if not slots:
-            return torch.add(theta, g, alpha=-lr), ()
+        if self.momentum == 0:  # other groups may have a momentum, and so a slot
+            return torch.add(theta, g, alpha=-lr), slots
         damped = g * (1 - self.dampening) if self.dampening and step > 0 else g
         m = torch.add(damped, slots[0], alpha=self.momentum)
         if self.nesterov:
@@ -172,19 +198,22 @@ class Adam:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
-        below_one = 1 - 1e-12
-        _check(
+        check_hyperparameters(
             self,
-            lr=(0, _INF),
-            beta1=(0, below_one),
-            beta2=(0, below_one),
-            eps=(0, _INF),
-            eps_root=(0, _INF),
-            weight_decay=(0, _INF),
+            lr=(0, INF),
+            beta1=(0, BELOW_ONE),
+            beta2=(0, BELOW_ONE),
+            eps=(0, INF),
+            eps_root=(0, INF),
+            weight_decay=(0, INF),
         )
 
     def slot_names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
+
+    def of_parameter(self, name: str, shape: torch.Size) -> "Adam":
+        rule: Adam = in_group(self, name)
+        return rule
 
     def rule(
         self, lr: float, step: int, theta: Tensor, g: Tensor, slots: tuple[Tensor, ...]
@@ -224,25 +253,29 @@ class Segment:
         return flat[self.start : self.stop].view(self.shape)
 
 
-def group_of(optimizer: Optimizer, name: str) -> int:
-    """Index of the first group that takes the parameter, or the number of groups for the rest."""
-    taken = (i for i, group in enumerate(optimizer.groups) if group.takes(name))
-    return next(taken, len(optimizer.groups))
+def ordered(optimizer: Optimizer, layout: Layout) -> tuple[str, ...]:
+    """The names of a layout, those of one rule side by side, so that they make one segment."""
+    rules: list[Optimizer] = []
+    places = []
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        rule = optimizer.of_parameter(name, shape)
+        if rule not in rules:
+            rules.append(rule)
+        places.append(rules.index(rule))
+    pairs = sorted(zip(places, layout.names, strict=True), key=lambda pair: pair[0])
+    return tuple(name for _, name in pairs)
 
 
 def segments(optimizer: Optimizer, layout: Layout) -> tuple[Segment, ...]:
-    """The stretches of a layout whose parameters stand in the order of their groups."""
-    rules = [dataclasses.replace(optimizer, groups=(), **g.overrides) for g in optimizer.groups]  # type: ignore[type-var]
-    rules.append(dataclasses.replace(optimizer, groups=()))  # type: ignore[type-var]
+    """The stretches of a layout, as `ordered` puts it."""
     found: list[Segment] = []
     spans = zip(layout.names, layout.shapes, layout.offsets, layout.offsets[1:], strict=False)
     for name, shape, start, stop in spans:
-        rule = rules[group_of(optimizer, name)]
-        if optimizer.elementwise and found and found[-1].rule is rule:
-            found[-1] = Segment(found[-1].start, stop, torch.Size([stop - found[-1].start]), rule)
-        else:
-            flat = torch.Size([stop - start])
-            found.append(Segment(start, stop, flat if optimizer.elementwise else shape, rule))
+        rule = optimizer.of_parameter(name, shape)
+        if rule.elementwise and found and found[-1].rule == rule:
+            start = found.pop().start
+        flat = torch.Size([stop - start])
+        found.append(Segment(start, stop, flat if rule.elementwise else shape, rule))
     return tuple(found)
 
 

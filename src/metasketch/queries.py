@@ -11,6 +11,7 @@ from metasketch.errors import ArgumentError, DataError, NumericalError
 from metasketch.measurement import Measure, Measurement
 from metasketch.progress import drive
 from metasketch.query_gradients import QueryGradients
+from metasketch.randomness import preserved
 from metasketch.run import Run
 from metasketch.sizes import parse_bytes
 
@@ -114,7 +115,8 @@ class Queries:
             data = self.examples.fingerprint()
         else:
             every = torch.arange(self.num_queries)
-            data = batch_digest([self.examples.fetch(i, epoch=0) for i in every.split(1)])
+            with preserved(torch.device("cpu")):  # items are read under seeds
+                data = batch_digest([self.examples.fetch(i, epoch=0) for i in every.split(1)])
         name = getattr(self.measure, "__qualname__", type(self.measure).__qualname__)
         return {
             "queries": self.num_queries,

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from metasketch import conversion, optim, schedules
 from metasketch import data as data_module
-from metasketch import optim, schedules
 from metasketch.errors import ArgumentError, DataError, LossError
 from metasketch.functional import FunctionalModel, check_model
 from metasketch.randomness import derive_seed
@@ -37,9 +38,12 @@ class Recipe:
             both (batch,), for means over tokens; or ``loss(model, batch, weights)`` giving the
             scalar itself. A parameter named ``step`` receives the number of the step.
         data: a tensor, a tuple or dict of tensors, or a map-style Dataset.
-        optimizer: `SGD`, `Adam`, `AdamW`.
-        collate: items of a Dataset to a batch; torch's default.
+        optimizer: `SGD`, `Adam`, `AdamW`, `Muon`; or a fresh optimiser of ``torch.optim`` over the
+            model's parameters, or ``[torch.optim.Muon, torch.optim.AdamW]``.
+        collate: items of a Dataset to a batch; torch's default. It may return `Microbatches`,
+            each made by itself.
         schedule: ``(step, num_steps) -> multiplier`` of the learning rate; constant by default.
+            Or a torch scheduler that is stepped after each step (see `from_scheduler`).
         batch_size, epochs, drop_last: a seeded order, reshuffled each epoch.
         batches: the explicit order instead: index tensors, one a step.
         seed: data order, dropout, augmentation.
@@ -77,8 +81,9 @@ class Recipe:
     loss_takes_step: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
         check_model(self.model, self.low_precision)
+        _convert(self)
+        _check_numbers(self)
         form, takes_step = _loss_signature(self.loss)
         if form == "scalar" and self.microbatch is not None:
             raise LossError(
@@ -143,6 +148,24 @@ class Recipe:
         }
 
 
+def _convert(recipe: Recipe) -> None:
+    """Put optimisers and schedules of ours into the place of torch's."""
+    given, schedule = recipe.optimizer, recipe.schedule
+    theirs = given if isinstance(given, list | tuple) else [given]
+    if isinstance(schedule, LRScheduler):
+        if isinstance(theirs[0], torch.optim.Optimizer) and schedule.optimizer not in theirs:
+            raise ArgumentError(
+                f"the {type(schedule).__name__} drives another optimiser than the one given: make "
+                "it from the optimiser of the recipe"
+            )
+        object.__setattr__(recipe, "schedule", conversion.from_scheduler(schedule))
+    if any(isinstance(optimizer, torch.optim.Optimizer) for optimizer in theirs):
+        if not isinstance(schedule, LRScheduler):
+            conversion.refuse_moved_rates(given)
+        converted = conversion.converted_optimizer(given, recipe.model)
+        object.__setattr__(recipe, "optimizer", converted)
+
+
 def _check_numbers(recipe: Recipe) -> None:
     for name in ("batch_size", "epochs", "microbatch", "seed"):
         value = getattr(recipe, name)
@@ -164,8 +187,8 @@ def _check_numbers(recipe: Recipe) -> None:
             raise ArgumentError(f"Recipe({name}={value!r}): must be a function, or None")
     if not (dataclasses.is_dataclass(recipe.optimizer) and hasattr(recipe.optimizer, "rule")):
         raise ArgumentError(
-            f"optimizer is a {type(recipe.optimizer).__name__}; give ms.SGD, ms.Adam or ms.AdamW "
-            "with the same hyperparameters"
+            f"optimizer is a {type(recipe.optimizer).__name__}; give ms.SGD, ms.Adam, ms.AdamW or "
+            "ms.Muon, or one of torch's of these names"
         )
 
 

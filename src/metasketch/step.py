@@ -55,8 +55,8 @@ class Step:
     def of(cls, recipe: Recipe, used: Sequence[str] | None = None, fused: bool = False) -> "Step":
         """The steps of a recipe, over the parameters that take part in its loss (all, if None)."""
         names = recipe.functional.layout.names if used is None else used
-        ordered = sorted(names, key=lambda name: optim.group_of(recipe.optimizer, name))
-        model = recipe.functional.ordered(ordered)
+        layout = recipe.functional.ordered(names).layout
+        model = recipe.functional.ordered(optim.ordered(recipe.optimizer, layout))
         update = Update(
             optim.segments(recipe.optimizer, model.layout),
             recipe.optimizer.slot_names(),
