@@ -34,7 +34,7 @@ def test_an_example_runs(
 def test_interpolating_digits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The order that it is about, on the smaller problem too: SPELL ranks removals better than MAGE,
+    """The order that it is about, on a smaller problem too: SPELL ranks removals better than MAGE,
     and MAGE reconstructs better than SPELL."""
     printed = run("interpolating_digits", monkeypatch, capsys)
     rows = {line.split()[0]: line.split() for line in printed.splitlines()[4:]}
