@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types figures bench-digits bench-retraining bench-rows bench-minilm clean
+.PHONY: help test lint format types figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,14 @@ bench-digits: $(STAMP)  ## judge the methods on digits (an hour of one core; res
 bench-retraining: $(STAMP)  ## measure retraining together against one by one
 	$(BIN)/python -m benchmarks.retraining
 
-bench-rows: $(STAMP)  ## measure the cost of exact rows
-	$(BIN)/python benchmarks/rows.py
+bench-rows: $(STAMP)  ## measure the cost of exact rows; ARGS=--memory: the peak of memory
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rows.py $(ARGS)
+
+bench-binomial: $(STAMP)  ## count the steps that 2,000 steps under 20 states take again
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/binomial.py
+
+bench-gram: $(STAMP)  ## make a Gram matrix of 1,000 queries of ten million parameters in 4 GiB
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gram.py
 
 bench-minilm: $(STAMP)  ## attribute a fine-tuned MiniLM, and check it by retraining
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py
