@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import metasketch as ms
-from benchmarks import figures
+from benchmarks import digits, figures
 from metasketch import plots, tables
 from metasketch.removals import Removals, draw
 from metasketch.scores import Mean, RowNorms, Score, means, read_scores, score, write_scores
+from tests import problems
 
 METHODS = ("spell", "mage", "oracle-svd", "oracle-spherical", "beyond")
 
@@ -167,6 +169,18 @@ def test_colours_differ_for_any_colour_vision() -> None:
     looks = [look for look in plots.LOOKS.values() if look.marker]
     assert len({look.marker for look in looks}) == len(looks)
     assert len({look.color for look in looks}) == len(looks)
+
+
+@pytest.mark.parametrize("method", ["mage", "spell", "random", "first", "pca"])
+def test_the_stand_in_of_the_benchmark_gives_what_sweeps_give(method: str) -> None:
+    run = ms.train(problems.recipe("mlp", "adamw", "plain"))
+    queries = ms.Queries(problems.inputs("mlp", 12, seed=2), ms.losses.cross_entropy)
+    options: dict[str, Any] = {"warmup": 2} if method == "spell" else {}
+    real = ms.attribute(run, queries, method, 4, **options)
+    Y = torch.from_numpy(ms.attribute(run, queries, "exact").dense())
+    found = digits.simulated(Y, queries.gram(run), method, 4, **options)
+    assert np.abs(found.dense() - real.dense()).max() < 1e-8 * np.abs(real.dense()).max()
+    assert found.sweeps == {"replay": 4, "forward": 0 if method == "pca" else 4}
 
 
 def test_make_figures_draws_every_type(tmp_path: Path) -> None:

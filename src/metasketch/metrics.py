@@ -72,7 +72,8 @@ def lds_interval(
     """The mean LDS with a percentile bootstrap interval, over subsets and queries both.
 
     Each sample draws M subsets and K queries with replacement. Ranks are taken once, over all
-    subsets; a sample correlates the ranks of the subsets that it drew.
+    subsets; a sample correlates the ranks of the subsets that it drew. Drawing both makes the
+    interval a little wide.
 
     Args:
         influence, removals: see `lds`.
