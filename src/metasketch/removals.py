@@ -116,7 +116,8 @@ def removals(
             final states where they are kept.
         disk: what final states may take there; where they do not fit, only outputs are kept, and
             other queries need retraining.
-        together: retrainings at a time: see `metasketch.retrain.retrained`.
+        together: retrainings at a time: see `metasketch.retrain.retrained`. A store keeps to what
+            it began with, since it changes rounding.
         progress: show a bar with the time left; by default on a terminal.
 
     Returns:
