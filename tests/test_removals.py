@@ -167,7 +167,8 @@ def test_killed_and_shared(run: ms.Run, tmp_path: Path, rows: list[int]) -> None
     process.kill()
     process.join()
     done = len(list(tmp_path.glob("outputs/*/*.safetensors")))
-    helper = CONTEXT.Process(target=child, args=(tmp_path, CONTEXT.Event()))
+    started = CONTEXT.Event()  # held here, or it is gone before a slow child takes it up
+    helper = CONTEXT.Process(target=child, args=(tmp_path, started))
     helper.start()
     np.testing.assert_array_equal(removed(run, tmp_path).delta, whole.delta)
     helper.join(120)
