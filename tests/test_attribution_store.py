@@ -327,10 +327,10 @@ def test_queries_of_another_model_are_refused(run: ms.Run) -> None:
 
 
 def elsewhere(run: ms.Run) -> ms.Run:
-    """The same run where sums are rounded differently: its final state differs in the last bit."""
+    """The same run where sums are rounded differently: its final state differs in the last bits."""
     other = trained()
-    with torch.no_grad():
-        other.final.params[0] = torch.nextafter(other.final.params[0], torch.tensor(9.0).double())
+    params = other.final.params
+    params.copy_(torch.nextafter(params, params.new_tensor(9.0)))
     return other
 
 
