@@ -71,6 +71,15 @@ def test_language_models_end_in_the_trainers_weights(name: str, tmp_path: Path) 
         assert (recipe.optimizer.weight_decay, decays) == (0.1, {0.0})
 
 
+def test_lora_over_a_base_in_bfloat16(tmp_path: Path) -> None:
+    """Exact as ever with the attention that both compute alike; torch's fused one rounds otherwise
+    in bfloat16, and has no second derivative."""
+    torch.manual_seed(0)
+    base = hf.llama(attn_implementation="eager").to(torch.bfloat16)
+    recipe = check(hf.with_lora(base), hf.texts(), tmp_path)
+    assert {p.dtype for p in recipe.model.parameters()} == {torch.bfloat16, torch.float32}
+
+
 def test_in_float64_the_two_differ_by_the_trainers_own_rounding(tmp_path: Path) -> None:
     """A Trainer takes its loss in float32 even then; at a rate of 0.01 weights move by 15 %."""
     torch.manual_seed(0)

@@ -41,7 +41,9 @@ def from_trainer(
 
     Model, data, collator, order, batch size, accumulation, loss, optimiser, parameter groups,
     schedule and clipping are the Trainer's; what could not be the same training is refused, with
-    all reasons. The two trainings end in the same weights, up to rounding.
+    all reasons. The two trainings end in the same weights, up to rounding: that of float32 as a
+    rule; that of bfloat16 over a base in bfloat16, unless its attention is "eager" (torch's fused
+    attention has no second derivative, and rounds otherwise).
 
     Args:
         trainer: a ``transformers.Trainer`` that has not trained yet.
@@ -74,11 +76,8 @@ def from_trainer(
             steps.append(step)
             if replays:
                 generators.append(plan.generators(loss, step))
-    loss = dataclasses.replace(
-        loss,
-        parts=tuple(len(step) for step in steps),
-        generators=tuple(generators) if replays else None,
-    )
+    if replays:
+        loss = dataclasses.replace(loss, generators=tuple(generators))
     return plan.recipe(loss, steps, ids, show)
 
 
@@ -213,7 +212,7 @@ class _Plan:
         # Where the Trainer has counted items it takes the loss to be divided by them already, and
         # adds microbatches up, whether or not the model did divide.
         added = bool(self.trainer.model_accepts_loss_kwargs) and not over_step
-        return TrainerLoss(kind, over_step, added, ()), draws
+        return TrainerLoss(kind, over_step, added), draws
 
     def _draws_on_gpu(self, inputs: Mapping[str, Any]) -> bool:
         if self.device.type != "cuda":
@@ -267,9 +266,7 @@ class _Plan:
 
         def collate_each(items: list[Any]) -> Microbatches:
             parts = [items[i : i + size] for i in range(0, len(items), size)]
-            return Microbatches(
-                {"inputs": dict(collate(part)), "number": i} for i, part in enumerate(parts)
-            )
+            return loss.microbatches([collate(part) for part in parts])
 
         optimizer, scheduler = _optimizer_and_scheduler(self.numbers, self.num_steps)
         args = self.trainer.args

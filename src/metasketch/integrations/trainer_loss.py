@@ -5,7 +5,7 @@ loss is computed anew from the logits, and compared with the model's own number,
 be told apart is refused and nothing is taken on faith from a class's name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metasketch.data import Microbatches
 from metasketch.errors import LossError
 from metasketch.losses import at_least_float32, token_losses
 
@@ -64,12 +65,14 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Sums | None]] = {
 class TrainerLoss:
     """(sums, counts) of one microbatch whose total over a step is what the Trainer minimises.
 
+    The losses are divided before the backward pass, as the Trainer divides them: under a base in
+    bfloat16 that decides how gradients are rounded. So the counts of a step add up to one.
+
     Attributes:
         kind: of `KINDS`.
         over_step: the mean is over everything that the step counts; otherwise it is over each
             microbatch, and the microbatches are averaged, or added up.
         added: they are added up.
-        parts: of each step, its number of microbatches.
         generators: states of torch's generator before each microbatch of each step, where the
             model draws from it.
     """
@@ -77,7 +80,6 @@ class TrainerLoss:
     kind: str
     over_step: bool
     added: bool
-    parts: tuple[int, ...]
     generators: tuple[tuple[Tensor, ...], ...] | None = None
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], step: int) -> Sums:
@@ -85,11 +87,23 @@ class TrainerLoss:
             torch.set_rng_state(self.generators[step][batch["number"]])
         sums, counts = self.told_apart(model, batch["inputs"])
         if self.over_step:
-            return sums, counts
-        m = len(sums)
-        share = self.parts[step] if self.added else 1
-        shares = torch.full((m,), 1 / (m * share), dtype=sums.dtype, device=sums.device)
-        return sums / counts.sum(), shares
+            divisor = batch["items"]
+        else:
+            divisor = counts.sum() if self.added else counts.sum() * batch["parts"]
+        ones = torch.zeros_like(sums)
+        if batch["number"] == 0:
+            ones[0] = 1.0
+        return sums / divisor, ones
+
+    def microbatches(self, parts: Sequence[Mapping[str, Any]]) -> Microbatches:
+        """The batch of a step, from what the model takes of each microbatch."""
+        shifts = 1 if self.kind == "next tokens" else 0
+        labels = [part["labels"] for part in parts]
+        items = sum(int((x[:, shifts:] if shifts else x).ne(-100).sum()) for x in labels)
+        return Microbatches(
+            {"inputs": dict(part), "number": i, "parts": len(parts), "items": items}
+            for i, part in enumerate(parts)
+        )
 
     def told_apart(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Sums:
         labels = inputs["labels"]
