@@ -308,6 +308,14 @@ def test_a_loss_that_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
         ms.from_trainer(trainer)
 
 
+def test_first_examples_of_which_nothing_counts_are_refused(tmp_path: Path) -> None:
+    trainer = hf.trainer(hf.llama(), hf.texts(prompt=4), tmp_path)
+    for item in trainer.train_dataset[:2]:
+        item["labels"] = [-100] * len(item["labels"])
+    with pytest.raises(ms.LossError, match="on the first examples is"):
+        ms.from_trainer(trainer)
+
+
 def test_another_object_is_no_trainer() -> None:
     with pytest.raises(ms.ArgumentError, match="a Linear; it must be a transformers.Trainer"):
         ms.from_trainer(nn.Linear(2, 2))

@@ -63,14 +63,15 @@ def from_trainer(
             "this Trainer's training cannot be replayed:\n"
             + "\n".join(f"  - {reason}" for reason in reasons)
         )
-    plan = _Plan.of(trainer)
-    with computing(plan.device, torch.get_num_threads()):
+    device = next(p.device for p in trainer.model.parameters())
+    with computing(device, torch.get_num_threads()):
         start = torch.get_rng_state()
+        plan = _Plan.of(trainer)
         loss, draws = plan.loss()
         replays = draws and dropout == "replay"
         if replays:
             plan.check_replayable()
-        torch.set_rng_state(start)
+        torch.set_rng_state(start)  # as it stands when training begins
         steps, generators = [], []
         for step in plan.steps():
             steps.append(step)

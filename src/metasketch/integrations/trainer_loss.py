@@ -5,6 +5,7 @@ loss is computed anew from the logits, and compared with the model's own number,
 be told apart is refused and nothing is taken on faith from a class's name.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +133,11 @@ def find_kind(
     labels = inputs["labels"]
     items = torch.tensor(2.0 * len(labels), device=labels.device)
     loss, halved = (float(own_loss(inputs, n)) for n in (items, 2 * items))
+    if not math.isfinite(loss) or loss == 0:
+        raise LossError(
+            f"the loss of {name} on the first examples is {loss}, by which its kind cannot be "
+            "told: put examples first of which something counts"
+        )
     tried = {}
     for kind, tell_apart in KINDS.items():
         found = tell_apart(logits, labels)
@@ -154,4 +160,4 @@ def find_kind(
 
 
 def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-4 * max(abs(a), abs(b))
+    return abs(a - b) <= 1e-5 * max(abs(a), abs(b))
