@@ -26,6 +26,7 @@ from metasketch.muon import Muon
 from metasketch.optim import SGD, Adam, AdamW, Group
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
+from metasketch.report import report
 from metasketch.run import Run
 from metasketch.schedules import constant, cosine, linear, linear_warmup, one_cycle
 from metasketch.train import load_run, train
@@ -70,5 +71,6 @@ __all__ = [
     "measures",
     "methods",
     "one_cycle",
+    "report",
     "train",
 ]

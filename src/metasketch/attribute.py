@@ -117,6 +117,8 @@ def attribute(
         notes=tuple(notes),
         query_ids=None if queries.ids is None else tuple(queries.ids),
         example_ids=None if run.recipe.ids is None else tuple(run.recipe.ids),
+        query_looks=queries.examples.looks(queries.show),
+        example_looks=run.recipe.examples.looks(run.recipe.show),
     )
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,19 @@ class Examples:
                     f"reading example {index} of the data set failed: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+
+    def looks(self, show: Callable[[Any], Any] | None) -> Callable[[int], Any] | None:
+        """What ``show`` makes of an example, by its number, as it looks in the first epoch."""
+        return None if show is None else partial(self._shown, show)
+
+    def _shown(self, show: Callable[[Any], Any], index: int) -> Any:
+        item = self._item(index, epoch=0)
+        try:
+            return show(item)
+        except Exception as error:
+            raise DataError(
+                f"show failed on example {index}: {type(error).__name__}: {error}"
+            ) from error
 
     def check_repeatable(self, indices: Tensor, epoch: int) -> None:
         """Read some items twice and refuse a Dataset whose items differ between reads."""

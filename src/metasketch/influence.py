@@ -7,7 +7,7 @@ the example lowers it by about that much. The matrix Ŷ itself, K × N, is made 
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -54,6 +54,8 @@ class Influence:
         facts: what was trained and asked: digests of the recipe, the data, the queries.
         notes: remarks on how it came about, in words.
         query_ids, example_ids: their names, where there are any.
+        query_looks, example_looks: what ``show`` of the queries and the recipe makes of them, by
+            number, for a report; a file does not hold these.
     """
 
     coefficients: Array = field(repr=False)
@@ -69,6 +71,8 @@ class Influence:
     notes: tuple[str, ...] = ()
     query_ids: tuple[str, ...] | None = field(default=None, repr=False)
     example_ids: tuple[str, ...] | None = field(default=None, repr=False)
+    query_looks: Callable[[int], Any] | None = field(default=None, repr=False)
+    example_looks: Callable[[int], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         C, Q = (_matrix(x, name) for x, name in ((self.coefficients, "C"), (self.basis, "Q")))
@@ -338,6 +342,8 @@ class Influence:
             notes=tuple(dict.fromkeys(note for p in parts for note in p.notes)),
             query_ids=_joined_ids(parts),
             example_ids=first.example_ids,
+            query_looks=_joined_looks(parts),
+            example_looks=first.example_looks,
         )
 
     def _helpfulness(self, scores: Array) -> Array:
@@ -455,6 +461,18 @@ def _joined_ids(parts: Sequence[Influence]) -> tuple[str, ...] | None:
     if any(p.query_ids is None for p in parts):
         return None
     return tuple(name for p in parts for name in p.query_ids or ())
+
+
+def _joined_looks(parts: Sequence[Influence]) -> Callable[[int], Any] | None:
+    owners = [(p.query_looks, q) for p in parts for q in range(p.num_queries)]
+    if all(looks is None for looks, _ in owners):
+        return None
+
+    def shown(query: int) -> Any:
+        looks, q = owners[query]
+        return None if looks is None else looks(q)
+
+    return shown
 
 
 def _check_same_run(first: Influence, other: Influence) -> None:

@@ -1,0 +1,179 @@
+"""The page around the data: what it says without a script, its policy, and its parts as one file.
+
+A strict content security policy allows the page's own script and style by their checksums and
+nothing else, so text that slipped through as markup could neither run nor load anything.
+"""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from metasketch import charts
+from metasketch.influence import Influence
+from metasketch.methods import methods
+from metasketch.version import __version__
+
+Array = np.ndarray[Any, Any]
+
+_PARTS = {
+    name: resources.files("metasketch").joinpath("page", f"report.{name}").read_text("utf-8")
+    for name in ("html", "css", "js")
+}
+
+_NOUNS = {"cross_entropy": "loss", "next_token_nll": "loss", "margin": "margin"}
+"""What ready measures are called in a sentence."""
+
+
+def page(head: Mapping[str, str], left_out: Sequence[str], data: str) -> bytes:
+    """The whole file.
+
+    Args:
+        head: what `head` made.
+        left_out: in words, what the page does not hold.
+        data: a JSON table that is safe inside of a script element.
+    """
+    style, script = _PARTS["css"].strip(), _PARTS["js"].strip()
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            "img-src data:",
+            f"style-src '{_sha256(style)}'",
+            f"script-src '{_sha256(script)}'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+    own = {"policy": policy, "style": style, "script": script, "data": data}
+    filled = Template(_PARTS["html"]).substitute(
+        head, **own, left_out=_items(left_out), version=__version__
+    )
+    return _bytes(filled)
+
+
+def size_of(text: str) -> int:
+    """Bytes that a text takes in the file."""
+    return len(_bytes(text))
+
+
+def _bytes(text: str) -> bytes:
+    # Half a character pair, which no encoding has, becomes a question mark.
+    return text.encode("utf-8", errors="replace")
+
+
+def _sha256(content: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def noun_of(influence: Influence) -> str:
+    """What the measurement is called in a sentence."""
+    name = str(influence.facts.get("measure", "measurement")).rsplit(".", 1)[-1]
+    return _NOUNS.get(name, "measurement" if name == "<lambda>" else name.replace("_", " "))
+
+
+def head(
+    influence: Influence, norms: Array, title: str | None, noun: str, diagnosis: Any
+) -> dict[str, str]:
+    """The parts of the page that need no script, as markup."""
+    K, N = influence.num_queries, influence.num_examples
+    return {
+        "title": escape(title or f"What {N:,} training examples did to {K:,} queries"),
+        "noun": escape(noun),
+        "quality": _paragraphs(_quality(influence)),
+        "doctor": _paragraphs(_doctor(diagnosis)),
+        "cost": _paragraphs(_cost(influence)),
+        "facts": "".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in _facts(influence, noun)
+        ),
+        "remarks": _items(influence.notes or ("None.",)),
+        "norms": charts.row_norms(norms),
+        "energy": charts.energy(norms),
+        "orders": charts.norms_in_words(norms),
+        "quartile": charts.energy_in_words(norms),
+    }
+
+
+def _items(texts: Sequence[str]) -> str:
+    return "".join(f"<li>{escape(text)}</li>" for text in texts)
+
+
+def _paragraphs(texts: Sequence[str]) -> str:
+    first, *rest = texts
+    return f'<p class="verdict">{escape(first)}</p>' + "".join(
+        f"<p>{escape(text)}</p>" for text in rest
+    )
+
+
+def _quality(influence: Influence) -> list[str]:
+    if influence.method == "exact":
+        return [
+            "Exact",
+            "Every row is the derivative itself, up to rounding. How well derivatives predict a "
+            "removal depends on the run: ask the doctor.",
+        ]
+    if influence.quality is None:
+        return [
+            "Not estimated",
+            "How near these scores are to the exact ones is not known. To measure it, compare "
+            "predictions with retrained models: metasketch evaluate, or ms.evaluate.removals and "
+            "ms.evaluate.lds.",
+        ]
+    return [str(influence.quality)]
+
+
+def _doctor(diagnosis: Any) -> list[str]:
+    if diagnosis is None:
+        return [
+            "Not asked",
+            "Whether this run responds smoothly to its data decides how far any of this can be "
+            "trusted: metasketch doctor, or ms.diagnose(run, queries), which diagnosis=... takes.",
+        ]
+    return str(diagnosis).strip().splitlines()
+
+
+def _cost(influence: Influence) -> list[str]:
+    names = {"replay": "replays", "forward": "forward passes", "prior": "for the prior"}
+    taken = [f"{_count(v)} {names.get(k, k)}" for k, v in influence.sweeps.items() if v]
+    if not taken:
+        return ["Not recorded"]
+    whole = sum(influence.sweeps.values())
+    exact = influence.num_queries
+    said = [f"{_count(whole)} sweeps", f"Through the whole training run: {', '.join(taken)}."]
+    if whole < exact:
+        said.append(f"Exact scores would have taken {exact:,} replays.")
+    return said
+
+
+def _facts(influence: Influence, noun: str) -> list[tuple[str, str]]:
+    """What was trained and measured, in words."""
+    facts = influence.facts
+    made = [("Method", f"{influence.method}: {methods().get(influence.method, 'not one of ours')}")]
+    if influence.budget is not None:
+        made.append(("Budget", f"{influence.budget:,} replays"))
+    made.append(("Rank", f"{influence.rank:,}"))
+    trained = [("Training examples", f"{influence.num_examples:,}")]
+    if influence.weights is not None and not (influence.weights == 1).all():
+        gone = int((influence.weights == 0).sum())
+        trained.append(("Data weights", f"not all 1; {gone:,} are 0, which means removed"))
+    if "steps" in facts:
+        trained.append(("Training steps", f"{facts['steps']:,}"))
+    names = {"optimizer": "Optimizer", "seed": "Seed", "clip_norm": "Gradient clipped to"}
+    trained += [(names[k], str(facts[k])) for k in names if facts.get(k) is not None]
+    asked = [("Queries", f"{influence.num_queries:,}"), ("Measurement", noun)]
+    asked.append(("Better is", influence.better))
+    if influence.outputs is not None:
+        low, middle, high = np.quantile(influence.outputs, (0, 0.5, 1))
+        asked.append(("Its values", f"median {middle:.3g}, from {low:.3g} to {high:.3g}"))
+    return [*trained, *asked, *made]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.1f}"
