@@ -1,0 +1,266 @@
+"""The command: what it says, how it ends, and that a user's mistake never shows a traceback."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import metasketch as ms
+from metasketch import cli, files, recipe_file
+from metasketch.files import read_json, write_json
+
+RECIPES = """
+    import os, time
+    import torch
+    import metasketch as ms
+    from tests import problems
+
+    def recipe():
+        return problems.recipe("mlp", "sgd", "plain", show=str), problems.queries("mlp")
+
+    def another():
+        return problems.recipe("mlp", "adam", "plain"), problems.queries("mlp")
+
+    def slow_loss(model, batch):
+        if os.path.exists("slow"):
+            time.sleep(0.3)
+        return ms.losses.cross_entropy(model, batch)
+
+    def slow():
+        made = problems.recipe("mlp", "sgd", "plain", loss=slow_loss, epochs=8)
+        return made, problems.queries("mlp")
+
+    def nan_loss(model, batch):
+        return ms.losses.cross_entropy(model, batch) / 0.0
+
+    def diverges():
+        return problems.recipe("mlp", "sgd", "plain", loss=nan_loss), problems.queries("mlp")
+
+    def fails():
+        return 1 / 0
+
+    def bad_loss(model, batch):
+        return model(batch[0][:, :2])
+
+    def shapes():
+        return problems.recipe("mlp", "sgd", "plain", loss=bad_loss), problems.queries("mlp")
+
+    def bad_measure(model, batch):
+        raise KeyError("label")
+
+    def measures():
+        x = problems.inputs("mlp", 3, seed=2)
+        return problems.recipe("mlp", "sgd", "plain"), ms.Queries(x, bad_measure)
+
+    def nothing():
+        pass
+
+    def swapped():
+        return recipe()[::-1]
+
+    def alone():
+        return recipe()[0]
+
+    constant = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: Any) -> Path:
+    """A working folder with a file of recipes."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(RECIPES))
+    (tmp_path / "broken.py").write_text("def recipe(:\n")
+    (tmp_path / "needs.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(capsys: Any, *argv: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error; never a traceback."""
+    code = cli.main([*argv])
+    output, errors = capsys.readouterr()
+    assert "Traceback" not in output + errors
+    return code, output, errors
+
+
+def table(capsys: Any, *argv: str) -> dict[str, Any]:
+    code, output, _ = told(capsys, *argv, "--json")
+    assert code == 0
+    read: dict[str, Any] = json.loads(output)
+    return read
+
+
+def test_from_recipe_to_page(folder: Path, capsys: Any) -> None:
+    code, output, _ = told(capsys, "check", "mine.py:recipe")
+    assert code == 0
+    assert "can be differentiated" in output
+    code, output, _ = told(capsys, "train", "mine.py:recipe")
+    assert (code, "6 steps on 10 examples" in output) == (0, True)
+    attributed = table(capsys, "attribute", "mine.py:recipe", "--method", "exact")
+    assert attributed["sweeps"]["replay"] == 3
+    code, output, _ = told(capsys, "report", "mine.py:recipe", "--title", "Seen")
+    assert code == 0
+    assert "holds training data" in output
+    page = folder / "mine-recipe.metasketch" / "report.html"
+    assert "<h1>Seen</h1>" in page.read_text()
+
+    # The same as the library's calls give.
+    recipe, queries = recipe_file.load("mine.py:recipe")
+    Y = ms.attribute(ms.train(recipe), queries, "exact").dense()
+    made = ms.Influence.load(attributed["influence"])
+    np.testing.assert_allclose(made.dense(), Y, rtol=1e-12)
+
+
+def test_the_latest_attribution_is_shown_or_the_one_that_is_named(
+    folder: Path, capsys: Any
+) -> None:
+    for method in ("exact", "mage"):
+        told(capsys, "attribute", "mine.py:recipe", "--method", method, "--budget", "3")
+    os.utime(folder / "mine-recipe.metasketch" / "exact.influence", (1, 1))
+    assert "mage.influence" in table(capsys, "report", "mine.py:recipe")["influence"]
+    named = table(capsys, "report", "mine.py:recipe", "--method", "exact")
+    assert "exact.influence" in named["influence"]
+    given = table(capsys, "report", "mine.py:recipe", "--influence", named["influence"])
+    assert given["influence"] == named["influence"]
+
+
+def test_methods_and_json(folder: Path, capsys: Any) -> None:
+    assert table(capsys, "methods") == ms.methods()
+    code, output, _ = told(capsys, "methods")
+    assert code == 0
+    assert all(re.search(rf"^{name} ", output, re.MULTILINE) for name in ms.methods())
+    code, output, errors = told(capsys, "check", "mine.py:nothing", "--json")
+    assert code == cli.MISTAKE
+    assert json.loads(output)["error"]["kind"] == "RecipeError"
+    assert "returns nothing" in errors
+
+
+def test_options_of_a_method(folder: Path, capsys: Any) -> None:
+    given = ("attribute", "mine.py:recipe", "--method", "random", "--budget", "2", "--option")
+    told(capsys, *given, "seed=5")
+    recipe, queries = recipe_file.load("mine.py:recipe")
+    wanted = ms.attribute(ms.train(recipe), queries, "random", 2, seed=5)
+    made = ms.Influence.load(folder / "mine-recipe.metasketch" / "random.influence")
+    np.testing.assert_allclose(made.dense(), wanted.dense(), rtol=1e-12)
+    assert told(capsys, *given, "seed")[2] == "error: --option seed: write it as NAME=VALUE\n"
+    assert "no option 'speed'" in told(capsys, *given, "speed=1")[2]
+
+
+MISTAKES: dict[str, tuple[str, int, str]] = {
+    "no function named": ("mine.py", cli.MISTAKE, "mine.py has alone, another, bad_loss"),
+    "a typo in the file": ("mime.py:recipe", cli.MISTAKE, "did you mean mine.py?"),
+    "no such folder": ("nowhere/mine.py:recipe", cli.MISTAKE, "no folder nowhere"),
+    "a typo in the function": ("mine.py:recpe", cli.MISTAKE, "did you mean 'recipe'?"),
+    "no such function": ("mine.py:zzz", cli.MISTAKE, "it has alone, another"),
+    "no such module": ("no_such_module:recipe", cli.MISTAKE, "no module 'no_such_module'"),
+    "not a function": ("mine.py:constant", cli.MISTAKE, "is a int; it must be a function"),
+    "it raises": ("mine.py:fails", cli.MISTAKE, r"ZeroDivisionError.*mine.py, line \d+"),
+    "a syntax error": ("broken.py:recipe", cli.MISTAKE, "broken.py, line 1"),
+    "a missing package": ("needs.py:recipe", cli.MISTAKE, "ModuleNotFoundError.*needs.py, line 1"),
+    "it returns nothing": ("mine.py:nothing", cli.MISTAKE, r"returns nothing; it must return"),
+    "it returns a recipe": ("mine.py:alone", cli.MISTAKE, "returns a Recipe; it must return"),
+    "in the other order": ("mine.py:swapped", cli.MISTAKE, "turn them round"),
+    "shapes in the loss": ("mine.py:shapes", cli.MISTAKE, r"shapes cannot.*problems.py, line \d+"),
+    "an error in the measure": ("mine.py:measures", cli.MISTAKE, r"'label'.*mine.py, line \d+"),
+    "it diverges": ("mine.py:diverges", cli.NUMBERS, "step"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_mistakes_are_told_in_a_sentence(folder: Path, capsys: Any, what: str) -> None:
+    name, code, words = MISTAKES[what]
+    ended, output, errors = told(capsys, "check", name)
+    assert (ended, output) == (code, "")
+    assert re.search(words, errors)
+    assert errors.startswith("error: ")
+
+
+def test_mistakes_in_stores_and_files(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    assert "make one with metasketch attribute" in told(capsys, "report", "mine.py:recipe")[2]
+    told(capsys, "attribute", "mine.py:recipe", "--method", "exact", "--store", "one")
+    code, _, errors = told(capsys, "train", "mine.py:another", "--store", "one")
+    assert (code, "holds another run" in errors) == (cli.STORE, True)
+    code, _, errors = told(capsys, "report", "mine.py:recipe", "--store", "one", "--method", "pca")
+    assert (code, "no attribution by 'pca'" in errors) == (cli.MISTAKE, True)
+    code, _, errors = told(capsys, "train", "mine.py:recipe", "--memory", "1KB")
+    assert (code, "too small" in errors) == (cli.NUMBERS, True)
+
+    record = folder / "one" / "run" / "run.json"
+    write_json(record, {**read_json(record, ""), "version": 99})
+    code, _, errors = told(capsys, "train", "mine.py:recipe", "--store", "one")
+    assert (code, "version 99" in errors) == (cli.STORE, True)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    code, _, errors = told(capsys, "train", "mine.py:recipe", "--store", "two")
+    assert (code, "No space left on device" in errors) == (cli.STORE, True)
+    assert "make the same call again" in errors
+    monkeypatch.undo()
+    os.chdir(folder)
+    assert told(capsys, "train", "mine.py:recipe", "--store", "two")[0] == 0
+
+
+def test_a_mistake_of_ours_says_so(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    broken = cli.Command("x", (), lambda args: {}["gone"], on_recipe=False)
+    monkeypatch.setitem(cli.COMMANDS, "methods", broken)
+    monkeypatch.setattr(recipe_file, "where", lambda error: "")
+    code, _, errors = told(capsys, "methods")
+    assert (code, "mistake in metasketch" in errors) == (cli.BUG, True)
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help_with_examples_that_parse(name: str, capsys: Any) -> None:
+    assert cli.main([name, "--help"]) == 0
+    page = capsys.readouterr().out
+    examples = re.findall(rf"^  metasketch ({name}.*)$", page, re.MULTILINE)
+    assert len(examples) >= 2
+    for line in examples:
+        assert cli._parser().parse_args(line.split()).command == name
+    assert "--json" in page
+
+
+def test_help_says_the_exit_codes_and_a_wrong_command_ends_with_2(capsys: Any) -> None:
+    assert cli.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(command.does in " ".join(page.split()) for command in cli.COMMANDS.values())
+    assert "130 stopped" in page
+    assert cli.main(["trian"]) == cli.MISTAKE
+    assert cli.main([]) == cli.MISTAKE
+
+
+def test_ctrl_c_leaves_a_store_and_says_how_to_go_on(folder: Path) -> None:
+    slow = folder / "slow"
+    slow.touch()
+    command = [sys.executable, "-m", "metasketch", "train", "mine.py:slow", "--quiet"]
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    states = folder / "mine-slow.metasketch" / "run" / "states"
+    deadline = time.monotonic() + 60
+    while not list(states.glob("0*")) or len(list(states.glob("0*"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == cli.STOPPED
+    assert "Traceback" not in errors
+    assert "metasketch train mine.py:slow --quiet" in errors
+    assert "kept in mine-slow.metasketch" in errors
+    slow.unlink()
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0
+    assert "24 steps" in again.stdout
