@@ -20,6 +20,7 @@ from hypothesis.extra import numpy as arrays
 
 import metasketch as ms
 from metasketch import charts, strongest
+from metasketch.geometry import Geometry
 from metasketch.looks import MOST_CHARACTERS, look
 from metasketch.pictures import MAX_SIDE, as_bytes, data_uri, png
 from tests import browser, problems
@@ -183,13 +184,25 @@ def test_ties_zeros_and_weights() -> None:
 
 
 def test_energy_and_norms_in_words() -> None:
-    norms = np.array([1.0, 3.0, 0.0, 0.01])
-    np.testing.assert_allclose(charts.accumulated(norms), np.cumsum([9, 1, 1e-4, 0]) / 10.0001)
-    assert "90.0%" in charts.energy_in_words(norms)
-    assert "2.5 orders" in charts.norms_in_words(norms)
-    assert "1 are zero" in charts.norms_in_words(norms)
-    for norms in (np.zeros(3), np.ones(1), np.logspace(0, -9, 1000)):
-        assert "nan" not in charts.row_norms(norms) + charts.energy(norms)
+    geometry = Geometry(np.array([1.0, 3.0, 0.0, 0.01]))
+    assert "90.0%" in charts.energy_in_words(geometry)
+    assert "2.5 orders" in charts.norms_in_words(geometry)
+    assert "1 are zero" in charts.norms_in_words(geometry)
+
+
+@pytest.mark.parametrize("norms", [np.ones(1), np.logspace(0, -9, 1000), np.array([0.0, 1.0])])
+def test_plots_stay_in_their_frame(norms: Any) -> None:
+    for svg in (charts.row_norms(Geometry(norms)), charts.energy(Geometry(norms))):
+        (points,) = re.findall(r'points="([^"]*)"', svg)
+        places = np.array([[float(v) for v in point.split(",")] for point in points.split()])
+        assert (places >= 0).all()
+        assert (places <= [charts.WIDTH, charts.HEIGHT]).all()
+        assert len(places) <= 400
+
+
+def test_scores_that_are_all_zero(tmp_path: Path) -> None:
+    path = ms.report(ms.Influence.from_dense(np.zeros((2, 3))), tmp_path / "page.html")
+    assert "every row is zero" in path.read_text("utf-8")
 
 
 # The file.
@@ -266,6 +279,21 @@ def test_a_file_as_large_as_asked_says_what_it_left_out(tmp_path: Path) -> None:
     with pytest.raises(ms.ArgumentError, match=r"too small.*Give more"):
         ms.report(large, tmp_path / "none.html", size="30KB")
     assert not (tmp_path / "none.html").exists()
+
+
+def test_measured_quality_is_said_of_the_whole_and_of_each_query(tmp_path: Path) -> None:
+    made = influence(facts={}, query_ids=None)
+    g = np.random.default_rng(3)
+    subsets = np.stack([g.permutation(N)[:6] for _ in range(40)])
+    true = made.predict_removal(subsets)
+    true[:, 1] *= -1
+    measured = ms.evaluate.Removals(subsets, true, np.zeros(K))
+    path = ms.report(made, tmp_path / "page.html", removals=measured)
+    scores = [query["lds"] for query in table(path)["queries"]]
+    np.testing.assert_allclose(scores, [1.0, -1.0, *[1.0] * (K - 2)])
+    text = path.read_text("utf-8")
+    assert f"LDS {1 - 2 / K:.2f}" in text
+    assert "measured on 40 retrained models" in text
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from metasketch.geometry import Geometry
+
 Array = np.ndarray[Any, Any]
 
 WIDTH, HEIGHT = 480, 240
@@ -13,55 +15,34 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 40
 _MOST_POINTS = 400
 
 
-def row_norms(norms: Array) -> str:
-    """‖Y_q‖ relative to the largest, in decreasing order, on a logarithmic scale."""
-    exponents = _exponents(norms)
+def row_norms(geometry: Geometry) -> str:
+    """‖Y_q‖ relative to the largest, in decreasing order, on a logarithmic scale; without zeros."""
+    norms = geometry.sorted_norms
+    exponents = np.log10(norms[norms > 0] / norms[0])
     low = min(-1, int(np.floor(exponents.min())))
-    ticks = [(exponent, _power(exponent)) for exponent in range(0, low - 1, -(-low // 6 + 1))]
+    ticks = [(exponent, _power(exponent)) for exponent in range(0, low - 1, low // 7)]
     labels = "queries, largest norm first", "norm / largest norm"
-    return _line(exponents, (low, 0.0), ticks, norms_in_words(norms), labels)
+    return _line(exponents, (low, 0.0), ticks, norms_in_words(geometry), labels)
 
 
-def energy(norms: Array) -> str:
+def energy(geometry: Geometry) -> str:
     """Share of ‖Y‖² that the queries accumulate, largest norm first; the top quartile shaded."""
     ticks = [(value / 4, f"{25 * value}%") for value in range(5)]
     labels = "queries, largest norm first", "share of the energy"
-    share, words = accumulated(norms), energy_in_words(norms)
-    return _line(share, (0.0, 1.0), ticks, words, labels, shaded=_quarter(len(norms)))
+    share, words = geometry.cumulative_energy, energy_in_words(geometry)
+    return _line(share, (0.0, 1.0), ticks, words, labels, shaded=-(-len(share) // 4))
 
 
-def norms_in_words(norms: Array) -> str:
+def norms_in_words(geometry: Geometry) -> str:
     """How far apart the norms are."""
-    zero = int((norms <= 0).sum())
-    span = -_exponents(norms).min()
-    return f"The norms of the queries' rows span {span:.1f} orders of magnitude" + (
-        f"; {zero:,} are zero" if zero else ""
-    )
+    span = f"The norms of the rows span {geometry.orders_of_magnitude:.1f} orders of magnitude"
+    return span + (f"; {geometry.num_zero:,} are zero" if geometry.num_zero else "")
 
 
-def energy_in_words(norms: Array) -> str:
+def energy_in_words(geometry: Geometry) -> str:
     """What the largest rows hold."""
-    held = float(accumulated(norms)[_quarter(len(norms)) - 1])
-    return f"The quarter of queries with the largest norms holds {held:.1%} of the energy"
-
-
-def _exponents(norms: Array) -> Array:
-    """log10 of the positive norms relative to the largest, in decreasing order."""
-    ordered = np.sort(norms[norms > 0])[::-1]
-    found: Array = np.log10(ordered / ordered[0]) if len(ordered) else np.zeros(1)
-    return found
-
-
-def accumulated(norms: Array) -> Array:
-    """Share of Σ ‖Y_q‖² in the 1, 2, ... queries with the largest norms, (K,)."""
-    squares = np.sort(np.square(norms))[::-1]
-    total = squares.sum()
-    shares: Array = np.cumsum(squares) / total if total > 0 else np.linspace(0, 1, len(squares))
-    return shares
-
-
-def _quarter(count: int) -> int:
-    return max(1, round(count / 4))
+    share = geometry.top_quartile_share
+    return f"The quarter of queries with the largest norms holds {share:.1%} of the energy"
 
 
 def _power(exponent: int) -> str:

@@ -13,11 +13,14 @@ import numpy as np
 from metasketch import files, webpage
 from metasketch.data import Examples
 from metasketch.errors import ArgumentError, MismatchError
+from metasketch.geometry import Geometry
 from metasketch.influence import Influence
 from metasketch.looks import Look, look
+from metasketch.metrics import lds, lds_interval
 from metasketch.progress import drive
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
+from metasketch.removals import Removals
 from metasketch.sizes import format_bytes, parse_bytes
 from metasketch.strongest import Effects, Strong, Strongest, strongest
 
@@ -36,6 +39,7 @@ def report(
     title: str | None = None,
     noun: str | None = None,
     diagnosis: Any = None,
+    removals: Removals | None = None,
     n: int = 10,
     size: int | float | str = "30MB",
     progress: bool | None = None,
@@ -56,6 +60,8 @@ def report(
         title: of the page.
         noun: what the measurement is called in sentences, such as "loss".
         diagnosis: what the doctor said of the run; its text is shown.
+        removals: models that were retrained, see `metasketch.evaluate.removals`: the page says how
+            well the scores predict them, for every query.
         n: most helpful and most harmful examples of each query.
         size: of the file at most. Where not everything fits, the examples that matter least are
             there by name alone, and the page says how many.
@@ -70,9 +76,14 @@ def report(
     influence = _dressed(influence, recipe, queries)
     noun = noun or webpage.noun_of(influence)
     found = strongest(influence, n, MOST_QUERIES)
-    head = webpage.head(influence, found.norms, title, noun, diagnosis)
+    scores, measured = None, None
+    if removals is not None:
+        scores = lds(influence, removals)
+        measured = lds_interval(influence, removals), removals.num_subsets
+    geometry = Geometry(found.norms)
+    head = webpage.head(influence, geometry, title, noun, diagnosis, measured)
     room = budget - len(webpage.page(head, [], ""))
-    table = _Table(influence, found, noun, room)
+    table = _Table(influence, found, noun, room, scores)
     data, left_out = drive(table.steps(), table.num_steps, "report", progress, "item")
     content = webpage.page(head, left_out, data)
     if len(content) > budget:
@@ -129,12 +140,14 @@ class _Table:
 
     Attributes:
         room: bytes that the table may have.
+        scores: measured LDS of each query, (K,), where there is one.
     """
 
     influence: Influence
     found: Strongest
     noun: str
     room: int
+    scores: Array | None = None
 
     def __post_init__(self) -> None:
         self.order = self.found.examples()
@@ -185,6 +198,7 @@ class _Table:
             "name": _name(self.influence.query_ids, q, "query"),
             "value": None if outputs is None else _short(outputs[q]),
             "norm": _short(self.found.norms[q]),
+            "lds": None if self.scores is None else _short(self.scores[q]),
             "look": _looks(looks, q),
             **self._placed(self.found.each[q]),
         }

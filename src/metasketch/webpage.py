@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from metasketch import charts
+from metasketch.geometry import Geometry
 from metasketch.influence import Influence
 from metasketch.methods import methods
+from metasketch.metrics import Interval
 from metasketch.version import __version__
-
-Array = np.ndarray[Any, Any]
 
 _PARTS = {
     name: resources.files("metasketch").joinpath("page", f"report.{name}").read_text("utf-8")
@@ -79,14 +79,24 @@ def noun_of(influence: Influence) -> str:
 
 
 def head(
-    influence: Influence, norms: Array, title: str | None, noun: str, diagnosis: Any
+    influence: Influence,
+    geometry: Geometry,
+    title: str | None,
+    noun: str,
+    diagnosis: Any,
+    measured: tuple[Interval, int] | None,
 ) -> dict[str, str]:
-    """The parts of the page that need no script, as markup."""
+    """The parts of the page that need no script, as markup.
+
+    Args:
+        diagnosis: what the doctor said, or None.
+        measured: the mean LDS, and from how many retrained models, where there were any.
+    """
     K, N = influence.num_queries, influence.num_examples
     return {
         "title": escape(title or f"What {N:,} training examples did to {K:,} queries"),
         "noun": escape(noun),
-        "quality": _paragraphs(_quality(influence)),
+        "quality": _paragraphs(_quality(influence, measured)),
         "doctor": _paragraphs(_doctor(diagnosis)),
         "cost": _paragraphs(_cost(influence)),
         "facts": "".join(
@@ -94,11 +104,28 @@ def head(
             for name, value in _facts(influence, noun)
         ),
         "remarks": _items(influence.notes or ("None.",)),
-        "norms": charts.row_norms(norms),
-        "energy": charts.energy(norms),
-        "orders": charts.norms_in_words(norms),
-        "quartile": charts.energy_in_words(norms),
+        "plots": _plots(geometry),
     }
+
+
+def _plots(geometry: Geometry) -> str:
+    if not geometry.row_norms.any():
+        return "<p>No example influences any query: every row is zero.</p>"
+    figures = (
+        (
+            charts.row_norms(geometry),
+            f"{charts.norms_in_words(geometry)}. A query with a small row is moved little by any "
+            "one example.",
+        ),
+        (
+            charts.energy(geometry),
+            f"{charts.energy_in_words(geometry)}. An error of reconstruction is about these rows; "
+            "rank correlations count every query alike.",
+        ),
+    )
+    return "".join(
+        f"<figure>{svg}<figcaption>{escape(words)}</figcaption></figure>" for svg, words in figures
+    )
 
 
 def _items(texts: Sequence[str]) -> str:
@@ -112,7 +139,15 @@ def _paragraphs(texts: Sequence[str]) -> str:
     )
 
 
-def _quality(influence: Influence) -> list[str]:
+def _quality(influence: Influence, measured: tuple[Interval, int] | None) -> list[str]:
+    if measured is not None:
+        score, models = measured
+        return [
+            f"LDS {score.mean:.2f}",
+            f"{score.level:.0%} interval {score.low:.2f} to {score.high:.2f}, measured on "
+            f"{models:,} retrained models: the rank correlation of predicted and true changes, "
+            "mean over queries. 1 is perfect, 0 is worth nothing.",
+        ]
     if influence.method == "exact":
         return [
             "Exact",

@@ -175,6 +175,7 @@ function drawQuery(query, index, open) {
   if (text) title.append(make("span", "", text.slice(0, 200)));
   const numbers = make("span", "numbers");
   if (query.value !== null) numbers.append(make("b", "", `${data.noun} ${number(query.value)}`));
+  if (query.lds != null) numbers.append(make("span", "", `LDS ${query.lds.toFixed(2).replace("-", "−")}`));
   const change = make("span", "change");
   change.dataset.query = index;
   numbers.append(change);
@@ -210,6 +211,9 @@ const SORTS = {
   norm: ["strength of influence", (a, b) => data.queries[b].norm - data.queries[a].norm],
   ...(hasValues && {
     value: [`worst ${data.noun}`, (a, b) => worst * (data.queries[b].value - data.queries[a].value)],
+  }),
+  ...(data.queries.some((query) => query.lds !== null) && {
+    lds: ["least well predicted", (a, b) => data.queries[a].lds - data.queries[b].lds],
   }),
   change: ["change by the removal", (a, b) => (changes ? Math.abs(changes[b]) - Math.abs(changes[a]) : 0)],
 };
