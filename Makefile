@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean
+.PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ format: $(STAMP)  ## put the code into the house format, with the fixes that are
 
 types: $(STAMP)  ## check types only
 	$(BIN)/mypy
+
+demo: $(STAMP)  ## see it work: find mislabelled digits, and check by retraining; a minute or two
+	@$(BIN)/metasketch demo
 
 figures: $(STAMP)  ## draw every figure and table from stored scores, into build/figures
 	$(BIN)/python -m benchmarks.figures
@@ -54,7 +57,7 @@ bench-minilm: $(STAMP)  ## attribute a fine-tuned MiniLM, and check it by retrai
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) *.metasketch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp goes first and comes back last, so an interrupted set-up is taken up again.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import metasketch as ms
-from metasketch import cli, files, recipe_file
+from metasketch import cli, demo, files, recipe_file
 from metasketch.files import read_json, write_json
 
 RECIPES = """
@@ -32,7 +32,7 @@ RECIPES = """
 
     def slow_loss(model, batch):
         if os.path.exists("slow"):
-            time.sleep(0.3)
+            time.sleep(0.1)
         return ms.losses.cross_entropy(model, batch)
 
     def slow():
@@ -131,6 +131,29 @@ def test_the_latest_attribution_is_shown_or_the_one_that_is_named(
     assert "exact.influence" in named["influence"]
     given = table(capsys, "report", "mine.py:recipe", "--influence", named["influence"])
     assert given["influence"] == named["influence"]
+
+
+def test_evaluate_judges_every_attribution(folder: Path, capsys: Any) -> None:
+    assert "make one with metasketch attribute" in told(capsys, "evaluate", "mine.py:recipe")[2]
+    for method in ("exact", "random"):
+        told(capsys, "attribute", "mine.py:recipe", "--method", method, "--budget", "2")
+    told(capsys, "attribute", "mine.py:recipe", "--method", "exact")
+    asked = ("evaluate", "mine.py:recipe", "--fraction", "0.2", "--subsets", "6", "--seed", "3")
+    found = table(capsys, *asked)
+    assert (found["num_subsets"], found["removed"]) == (6, 2)
+    recipe, queries = recipe_file.load("mine.py:recipe")
+    run = ms.train(recipe)
+    removals = ms.evaluate.removals(run, queries, 0.2, 6, 3)
+    for said in found["attributions"]:
+        score = ms.evaluate.lds(ms.Influence.load(said["influence"]), removals).mean()
+        assert said["lds"]["mean"] == pytest.approx(score)
+    assert {said["method"] for said in found["attributions"]} == {"exact", "random"}
+    code, output, _ = told(capsys, *asked, "--method", "exact")
+    assert code == 0
+    assert re.search(r"^exact +3 replay", output, re.MULTILINE)
+    assert "random" not in output
+    page = Path(table(capsys, "report", "mine.py:recipe", "--method", "exact")["report"])
+    assert "measured on 6 retrained models" in page.read_text()
 
 
 def test_methods_and_json(folder: Path, capsys: Any) -> None:
@@ -237,6 +260,33 @@ def test_help_says_the_exit_codes_and_a_wrong_command_ends_with_2(capsys: Any) -
     assert "130 stopped" in page
     assert cli.main(["trian"]) == cli.MISTAKE
     assert cli.main([]) == cli.MISTAKE
+
+
+def test_the_demonstration_on_a_few_images(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    smaller = {"NUM_EXAMPLES": 300, "NUM_SPOILED": 30, "NUM_QUERIES": 40, "BUDGET": 4}
+    smaller |= {"METHODS": ("mage",), "NUM_SUBSETS": 8}
+    for name, value in smaller.items():
+        monkeypatch.setattr(demo, name, value)
+    found = table(capsys, "demo")
+    assert set(found["methods"]) == {"mage", "exact"}
+    assert found["methods"]["exact"]["lds"]["mean"] > 0.9
+    assert found["methods"]["exact"]["relative_error"] == 0
+    assert 0 < found["methods"]["mage"]["relative_error"] < 1
+    spoiled = found["spoiled"]
+    assert spoiled["found"] > 15  # three would be there by chance
+    assert spoiled["true"] < 0
+    assert 0.5 < spoiled["predicted"] / spoiled["true"] < 2
+    page = Path(found["report"]).read_text()
+    assert "measured on 8 retrained models" in page
+    assert ", spoiled" in page
+    code, output, errors = told(capsys, "demo")  # all of it is in the store
+    assert code == 0
+    assert f"{spoiled['found']} are among the 30 spoiled" in output
+    assert "Next:" in output
+    assert "attributing 40 test images by mage" in errors
+    # The recipe is one like any other, and its results are where other commands look for them.
+    given = table(capsys, "attribute", demo.NAME, "--method", "mage", "--budget", "5")
+    assert given["sweeps"]["replay"] == 5
 
 
 def test_ctrl_c_leaves_a_store_and_says_how_to_go_on(folder: Path) -> None:

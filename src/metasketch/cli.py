@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from metasketch import commands, errors, recipe_file
+from metasketch import commands, demo, errors, recipe_file
 from metasketch.commands import Outcome, Results
+from metasketch.removals import FRACTION, NUM_SUBSETS
 from metasketch.version import __version__
 
 DONE, NO, MISTAKE, STORE, NUMBERS, BUG, STOPPED = 0, 1, 2, 3, 4, 70, 130
@@ -51,6 +52,7 @@ class Command:
         options: adds its own options.
         run: does it.
         on_recipe: whether it works on a recipe and keeps a folder.
+        fixed_recipe: the name of that recipe, where it is always the same.
     """
 
     does: str
@@ -58,6 +60,7 @@ class Command:
     run: Callable[[argparse.Namespace], Outcome]
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     on_recipe: bool = True
+    fixed_recipe: str | None = None
 
 
 def _attribute_options(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +77,17 @@ def _attribute_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--method", help="judge this attribution alone; default all of them")
+    parser.add_argument(
+        "--fraction", type=float, default=FRACTION, help=f"to remove; default {FRACTION}"
+    )
+    parser.add_argument(
+        "--subsets", type=int, default=NUM_SUBSETS, help=f"retrainings; default {NUM_SUBSETS}"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the subsets")
+
+
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", help="of the attribution to show; default the latest")
     parser.add_argument("--influence", help="a file of scores from elsewhere, instead")
@@ -84,6 +98,15 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
+    "demo": Command(
+        "see it work in a minute: find mislabelled digits, and check every number by retraining",
+        (
+            ("metasketch demo", "keep the results in demo-recipe.metasketch"),
+            ("metasketch demo --store /tmp/demo", "keep them elsewhere"),
+        ),
+        demo.run_demo,
+        fixed_recipe=demo.NAME,
+    ),
     "check": Command(
         "find mistakes in a recipe in seconds: train two steps, and ask one query",
         (
@@ -109,6 +132,15 @@ COMMANDS = {
         ),
         commands.run_attribute,
         _attribute_options,
+    ),
+    "evaluate": Command(
+        "train again without some examples, and see how well every attribution predicted it",
+        (
+            ("metasketch evaluate digits.py:recipe", "300 retrainings without 1 % each"),
+            ("metasketch evaluate digits.py:recipe --subsets 50", "fewer; 300 extend them"),
+        ),
+        commands.run_evaluate,
+        _evaluate_options,
     ),
     "report": Command(
         "write a page to look at: every query with its helpful and harmful examples",
@@ -179,7 +211,10 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if command.on_recipe:
-            sub.add_argument("recipe", help="path/to/file.py:function, or module:function")
+            if command.fixed_recipe is None:
+                sub.add_argument("recipe", help="path/to/file.py:function, or module:function")
+            else:
+                sub.set_defaults(recipe=command.fixed_recipe)
             sub.add_argument(
                 "--store", help="folder of results; default the recipe's name and .metasketch"
             )

@@ -9,14 +9,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from metasketch import recipe_file
+from metasketch import files, recipe_file
 from metasketch.attribute import attribute
 from metasketch.check import check
 from metasketch.errors import ArgumentError
 from metasketch.influence import Influence
 from metasketch.looks import look
 from metasketch.methods import methods
+from metasketch.metrics import lds_interval
+from metasketch.queries import Queries
 from metasketch.recipe import Recipe
+from metasketch.removals import Removals, removals
 from metasketch.report import report
 from metasketch.run import Run
 from metasketch.sizes import format_bytes
@@ -61,6 +64,15 @@ class Results:
     def sweeps(self, method: str) -> Path:
         """The store of an attribution, which a later call takes up."""
         return self.folder / "sweeps" / method
+
+    @property
+    def evaluation(self) -> Path:
+        """Which retrained models were used last: a report shows what they say."""
+        return self.folder / "evaluation.json"
+
+    def removals(self, fraction: float, seed: int) -> Path:
+        """The store of retrained models, of one size and draw of subsets."""
+        return self.folder / "removals" / f"{fraction:g}-{seed}"
 
     def influence(self, method: str) -> Path:
         return self.folder / f"{method}.influence"
@@ -156,16 +168,55 @@ def run_attribute(args: Namespace) -> Outcome:
     return Outcome(words, facts)
 
 
+def run_evaluate(args: Namespace) -> Outcome:
+    recipe, queries = recipe_file.load(args.recipe)
+    results = Results.of(args)
+    sources = results.influences(args.method)
+    run = _trained(args, recipe, results)
+    true = retrained(results, run, queries, args.fraction, args.subsets, args.seed, args.progress)
+    rows, facts = [], []
+    for source in sources:
+        influence = Influence.load(source)
+        score = lds_interval(influence, true)
+        rows.append((influence.method, sweeps_in_words(influence), f"{score.mean:.3f}",
+                     f"{score.low:.3f} to {score.high:.3f}"))  # fmt: skip
+        facts.append(
+            {
+                "method": influence.method,
+                "budget": influence.budget,
+                "sweeps": dict(influence.sweeps),
+                "lds": asdict(score),
+                "influence": str(source),
+            }
+        )
+    words = (
+        f"Against {true.num_subsets:,} models trained again without {true.subsets.shape[1]:,} of "
+        f"{run.num_examples:,} examples:\n"
+        + table(("method", "sweeps", "LDS", f"{score.level:.0%} interval"), rows)
+        + "\nThe LDS is the rank correlation of predicted and true changes, mean over queries."
+        + f"\nNext: metasketch report {args.recipe}"
+    )
+    size = int(true.subsets.shape[1])
+    about = {"num_subsets": true.num_subsets, "removed": size, "diverged": len(true.diverged)}
+    return Outcome(words, {**about, "attributions": facts})
+
+
 def run_report(args: Namespace) -> Outcome:
     results = Results.of(args)
     source = Path(args.influence) if args.influence else results.influences(args.method)[-1]
     influence = Influence.load(source)
     recipe, queries = recipe_file.load(args.recipe)
+    true = None
+    if results.evaluation.exists():
+        last = files.read_json(results.evaluation, "call metasketch evaluate again")
+        run = _trained(args, recipe, results)
+        true = retrained(results, run, queries, **last, progress=args.progress)
     path = report(
         influence,
         args.out or results.page,
         recipe=recipe,
         queries=queries,
+        removals=true,
         title=args.title,
         n=args.examples,
         size=args.size,
@@ -188,6 +239,23 @@ def run_methods(args: Namespace) -> Outcome:
         for name, line in known.items()
     )
     return Outcome("\n".join(lines), known)
+
+
+def retrained(
+    results: Results,
+    run: Run,
+    queries: Queries,
+    fraction: float,
+    subsets: int,
+    seed: int,
+    progress: bool | None,
+) -> Removals:
+    """Models trained again, kept in the folder, and noted as the last that were used."""
+    store = results.removals(fraction, seed)
+    true = removals(run, queries, fraction, subsets, seed, store=store, progress=progress)
+    last = {"fraction": fraction, "subsets": subsets, "seed": seed}
+    files.write_json(results.evaluation, last)
+    return true
 
 
 def sweeps_in_words(influence: Influence) -> str:
