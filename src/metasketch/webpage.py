@@ -99,10 +99,7 @@ def head(
         "quality": _paragraphs(_quality(influence, measured)),
         "doctor": _paragraphs(_doctor(diagnosis)),
         "cost": _paragraphs(_cost(influence)),
-        "facts": "".join(
-            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in _facts(influence, noun)
-        ),
+        "facts": "".join(_fact(*pair) for pair in _facts(influence, noun)),
         "remarks": _items(influence.notes or ("None.",)),
         "plots": _plots(geometry),
     }
@@ -126,6 +123,15 @@ def _plots(geometry: Geometry) -> str:
     return "".join(
         f"<figure>{svg}<figcaption>{escape(words)}</figcaption></figure>" for svg, words in figures
     )
+
+
+def _fact(name: str, value: str) -> str:
+    wide = ' class="wide"' if len(value) > _LONG else ""
+    return f"<div{wide}><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+
+
+_LONG = 60
+"""Characters of a fact that has a line of its own."""
 
 
 def _items(texts: Sequence[str]) -> str:
