@@ -289,6 +289,14 @@ def test_the_demonstration_on_a_few_images(folder: Path, capsys: Any, monkeypatc
     assert given["sweeps"]["replay"] == 5
 
 
+def test_the_docs_name_every_command_and_exit_code() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    listed = re.findall(r"^\| `metasketch ([a-z]+)", page, re.MULTILINE)
+    assert sorted(listed) == sorted(cli.COMMANDS)
+    codes = {cli.DONE, cli.NO, cli.MISTAKE, cli.STORE, cli.NUMBERS, cli.BUG, cli.STOPPED}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes
+
+
 def test_ctrl_c_leaves_a_store_and_says_how_to_go_on(folder: Path) -> None:
     slow = folder / "slow"
     slow.touch()
