@@ -200,6 +200,16 @@ def test_plots_stay_in_their_frame(norms: Any) -> None:
         assert len(places) <= 400
 
 
+def test_values_that_are_not_known_are_left_out(tmp_path: Path) -> None:
+    outputs = np.ones(K)
+    outputs[4] = np.nan
+    path = ms.report(influence(outputs=outputs), tmp_path / "a.html")
+    values = [q["value"] for q in table(path)["queries"]]
+    assert values == [None if q == 4 else 1 for q in range(K)]
+    path = ms.report(influence(outputs=None), tmp_path / "b.html")
+    assert {q["value"] for q in table(path)["queries"]} == {None}
+
+
 def test_scores_that_are_all_zero(tmp_path: Path) -> None:
     path = ms.report(ms.Influence.from_dense(np.zeros((2, 3))), tmp_path / "page.html")
     assert "every row is zero" in path.read_text("utf-8")
@@ -341,6 +351,8 @@ def test_pictures_of_other_data_are_refused(attributed: Any, tmp_path: Path) -> 
         ms.report(made, tmp_path / "no.html", recipe=failing)
     with pytest.raises(ms.ArgumentError, match="n=0"):
         ms.report(made, tmp_path / "no.html", n=0)
+    with pytest.raises(ms.ArgumentError, match="nothing to show"):
+        ms.report(ms.Influence.from_dense(np.zeros((0, 3))), tmp_path / "no.html")
 
 
 def test_query_sets_that_were_put_together_keep_their_looks(attributed: Any) -> None:

@@ -72,6 +72,8 @@ def report(
     """
     if n < 1:
         raise ArgumentError(f"n={n}: show at least one example of each kind")
+    if influence.num_queries == 0 or influence.num_examples == 0:
+        raise ArgumentError("there is nothing to show: the influence has no queries or no examples")
     budget = parse_bytes(size, "size")
     influence = _dressed(influence, recipe, queries)
     noun = noun or webpage.noun_of(influence)
@@ -196,7 +198,9 @@ class _Table:
         outputs, looks = self.influence.outputs, self.influence.query_looks
         return {
             "name": _name(self.influence.query_ids, q, "query"),
-            "value": None if outputs is None else _short(outputs[q]),
+            "value": _short(outputs[q])
+            if outputs is not None and np.isfinite(outputs[q])
+            else None,
             "norm": _short(self.found.norms[q]),
             "lds": None if self.scores is None else _short(self.scores[q]),
             "look": _looks(looks, q),

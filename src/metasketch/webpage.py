@@ -210,7 +210,7 @@ def _facts(influence: Influence, noun: str) -> list[tuple[str, str]]:
     trained += [(names[k], str(facts[k])) for k in names if facts.get(k) is not None]
     asked = [("Queries", f"{influence.num_queries:,}"), ("Measurement", noun)]
     asked.append(("Better is", influence.better))
-    if influence.outputs is not None:
+    if influence.outputs is not None and np.isfinite(influence.outputs).all():
         low, middle, high = np.quantile(influence.outputs, (0, 0.5, 1))
         asked.append(("Its values", f"median {middle:.3g}, from {low:.3g} to {high:.3g}"))
     return [*trained, *asked, *made]
