@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SECONDS = 60
+SECONDS = 180
 
 
 def executable() -> str | None:

@@ -32,11 +32,11 @@ RECIPES = """
 
     def slow_loss(model, batch):
         if os.path.exists("slow"):
-            time.sleep(0.1)
+            time.sleep(0.03)
         return ms.losses.cross_entropy(model, batch)
 
     def slow():
-        made = problems.recipe("mlp", "sgd", "plain", loss=slow_loss, epochs=8)
+        made = problems.recipe("mlp", "sgd", "plain", loss=slow_loss, epochs=20)
         return made, problems.queries("mlp")
 
     def nan_loss(model, batch):
@@ -307,13 +307,13 @@ def test_ctrl_c_leaves_a_store_and_says_how_to_go_on(folder: Path) -> None:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     states = folder / "mine-slow.metasketch" / "run" / "states"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(states.glob("0*")) or len(list(states.glob("0*"))) < 2:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == cli.STOPPED
     assert "Traceback" not in errors
     assert "metasketch train mine.py:slow --quiet" in errors
@@ -321,4 +321,4 @@ def test_ctrl_c_leaves_a_store_and_says_how_to_go_on(folder: Path) -> None:
     slow.unlink()
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0
-    assert "24 steps" in again.stdout
+    assert "60 steps" in again.stdout
