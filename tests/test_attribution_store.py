@@ -469,3 +469,13 @@ def test_a_full_disk_loses_nothing(
     assert same(attribute(run, tmp_path / "s"), whole)
     assert swept(log) - before == BUDGET - done
     assert done > 0
+
+
+def test_what_a_kill_left_of_a_record_is_removed(tmp_path: Path) -> None:
+    ledger = Folder(tmp_path)
+    ledger.write_record({"rounds": []})
+    left = tmp_path / ".part-1-2-attribution.json"
+    left.write_text("half")
+    with ledger.alone():
+        assert not left.exists()
+    assert ledger.record() is not None

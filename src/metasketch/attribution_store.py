@@ -134,6 +134,7 @@ class Folder:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         with files.locked(self.folder / "locks" / "record", wait=True):
+            files.remove_parts(self.folder, self._record_path.name)
             yield
 
     def gram(self) -> Tensor | None:

@@ -117,6 +117,7 @@ class Folder:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         with files.locked(self.folder / "locks" / "record", wait=True):
+            files.remove_parts(self.folder, self._record_path.name)
             yield
 
     def states(self, chunk: int) -> Finals | None:
