@@ -23,6 +23,7 @@ from metasketch import charts, strongest
 from metasketch.geometry import Geometry
 from metasketch.looks import MOST_CHARACTERS, look
 from metasketch.pictures import MAX_SIDE, as_bytes, data_uri, png
+from metasketch.webpage import noun_of
 from tests import browser, problems
 
 EVIL = "</script><script>hacked = 1</script><img src=x onerror='hacked = 1'>\u2028&amp;\"'\ud800"
@@ -213,6 +214,20 @@ def test_values_that_are_not_known_are_left_out(tmp_path: Path) -> None:
 def test_scores_that_are_all_zero(tmp_path: Path) -> None:
     path = ms.report(ms.Influence.from_dense(np.zeros((2, 3))), tmp_path / "page.html")
     assert "every row is zero" in path.read_text("utf-8")
+
+
+NOUNS = {
+    "cross_entropy": "loss",
+    "hf_completion_nll.<locals>.measure": "loss",
+    "margin": "margin",
+    "Probe.hidden_norm": "hidden norm",
+    "main.<locals>.<lambda>": "measurement",
+}
+
+
+@pytest.mark.parametrize("measure", NOUNS)
+def test_a_measure_has_a_noun(measure: str) -> None:
+    assert noun_of(influence(facts={"measure": measure})) == NOUNS[measure]
 
 
 # The file.

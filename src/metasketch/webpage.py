@@ -26,8 +26,8 @@ _PARTS = {
     for name in ("html", "css", "js")
 }
 
-_NOUNS = {"cross_entropy": "loss", "next_token_nll": "loss", "margin": "margin"}
-"""What ready measures are called in a sentence."""
+_NOUNS = {"cross_entropy": "loss", "nll": "loss", "loss": "loss", "margin": "margin"}
+"""What measures with such names are called in a sentence."""
 
 
 def page(head: Mapping[str, str], left_out: Sequence[str], data: str) -> bytes:
@@ -74,8 +74,11 @@ def _sha256(content: str) -> str:
 
 def noun_of(influence: Influence) -> str:
     """What the measurement is called in a sentence."""
-    name = str(influence.facts.get("measure", "measurement")).rsplit(".", 1)[-1]
-    return _NOUNS.get(name, "measurement" if name == "<lambda>" else name.replace("_", " "))
+    name = str(influence.facts.get("measure", "measurement"))
+    if known := next((noun for part, noun in _NOUNS.items() if part in name), None):
+        return known
+    last = name.rsplit(".", 1)[-1]
+    return "measurement" if "<" in last else last.replace("_", " ")
 
 
 def head(
