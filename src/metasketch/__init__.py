@@ -2,6 +2,7 @@
 
 from metasketch import evaluate, losses, measures
 from metasketch.attribute import attribute
+from metasketch.audit import audit
 from metasketch.check import CheckReport, check
 from metasketch.conversion import from_scheduler
 from metasketch.data import Microbatches
@@ -24,6 +25,7 @@ from metasketch.integrations.hf_trainer import from_trainer
 from metasketch.methods import methods
 from metasketch.muon import Muon
 from metasketch.optim import SGD, Adam, AdamW, Group
+from metasketch.quality import Interval, Quality
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
 from metasketch.report import report
@@ -42,6 +44,7 @@ __all__ = [
     "DerivativeError",
     "Group",
     "Influence",
+    "Interval",
     "LossError",
     "MemoryBudgetError",
     "MetasketchError",
@@ -51,6 +54,7 @@ __all__ = [
     "ModelError",
     "Muon",
     "NumericalError",
+    "Quality",
     "Queries",
     "Recipe",
     "RecipeError",
@@ -58,6 +62,7 @@ __all__ = [
     "StoreError",
     "__version__",
     "attribute",
+    "audit",
     "check",
     "constant",
     "cosine",

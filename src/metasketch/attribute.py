@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from metasketch import estimate
-from metasketch.attribution_store import Folder, Ledger, Memory, Record
+from metasketch.attribution_store import Block, Folder, Ledger, Memory, Record
+from metasketch.audit import assessed, check_sweeps, sample
 from metasketch.errors import (
     ArgumentError,
     MetasketchWarning,
@@ -19,7 +20,7 @@ from metasketch.errors import (
     StoreError,
 )
 from metasketch.influence import Influence
-from metasketch.measured import Measured
+from metasketch.measured import Measured, Paired
 from metasketch.methods import Method, make
 from metasketch.progress import drive, follow
 from metasketch.queries import Queries, check_outputs
@@ -40,6 +41,7 @@ def attribute(
     budget: int | None = None,
     store: str | os.PathLike[str] | None = None,
     *,
+    audit: int = 0,
     memory: int | float | str = "4GiB",
     block: int | None = None,
     on_mismatch: OnMismatch = "refuse",
@@ -59,6 +61,8 @@ def attribute(
         store: a folder that keeps all finished work. The same call goes on after a kill, or beside
             another process that works on the same store; a larger budget extends it, a smaller
             one reads what is there.
+        audit: forward sweeps in random directions to spend besides on an estimate of the result's
+            quality, which comes with it: see `metasketch.audit`; 8 are usual.
         memory: budget for the queries' gradients: see `Queries.gram`.
         block: rows that share a sweep; by default as many as the run's memory budget holds.
         on_mismatch: what to do where the store was made by a machine that rounds differently
@@ -78,6 +82,8 @@ def attribute(
         )
     if block is not None and block < 1:
         raise ArgumentError(f"block={block}: a block has at least one row")
+    if audit:
+        check_sweeps(audit)
     chosen.rule.check(queries.num_queries)
     ledger = Memory() if store is None else Folder(store)
     chosen, B, notes = _spend(chosen, budget, queries.num_queries, ledger.record() is None)
@@ -99,12 +105,13 @@ def attribute(
             known = follow(remarks(sketch.measure()), sweeps, chosen.name, progress, "sweep")
         elif record["final"] != run.final_digest:
             notes.append("made on a machine that rounds differently from this one")
+        judged = job.audited(V, audit) if audit else None
         known = known.first(B, [start for start, _ in cut])
         C, Q = chosen.estimator.factors(known)
         notes += _remarks_on_queries(known, chosen)
     for note in notes:
         warnings.warn(note, MetasketchWarning, stacklevel=2)
-    return Influence(
+    influence = Influence(
         C.numpy(),
         Q.numpy(),
         method=chosen.name,
@@ -120,6 +127,7 @@ def attribute(
         query_looks=queries.examples.looks(queries.show),
         example_looks=run.recipe.examples.looks(run.recipe.show),
     )
+    return influence if judged is None else assessed(influence, judged)
 
 
 def _spend(
@@ -240,6 +248,17 @@ class _Job:
             return kept[0]
 
         return gram
+
+    def audited(self, V: QueryGradients, sweeps: int) -> Paired:
+        """Y u for the directions of an audit, measured once."""
+        block = Block("audit", sweeps)
+        with self.ledger.claim(block, wait=True):
+            found = self.ledger.read(block)
+            if not isinstance(found, Paired):
+                self.settle("forward", sweeps)
+                found = sample(self.run, V, sweeps, 0, self.progress)
+                self.ledger.write(block, found)
+        return found
 
     def permitted(
         self, record: Record, known: Measured, V: QueryGradients, on_mismatch: OnMismatch

@@ -4,6 +4,7 @@
     gram.safetensors             G, where the method looks at it
     replay/i.safetensors         probes and what their replays gave: Z, U, scales
     forward/i.safetensors        directions and their inner products with every row: Q, C
+    audit/i.safetensors          the same for i random directions, by which quality is judged
     locks/                       held while a block is being worked on; they die with the process
 
 A block is written whole or not at all, carries a checksum, and is never made twice.
@@ -27,13 +28,14 @@ VERSION = 1
 
 _REMEDY = "delete the store and attribute again"
 
-Kind = Literal["replay", "forward"]
+Kind = Literal["replay", "forward", "audit"]
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
 class Block:
-    """A piece of work: the replays of some probes, or the forward passes that follow them."""
+    """A piece of work: the replays of some probes, the forward passes that follow them, or those
+    of an audit, whose number is how many they are."""
 
     kind: Kind
     number: int

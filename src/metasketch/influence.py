@@ -17,6 +17,7 @@ import torch
 
 from metasketch import files
 from metasketch.errors import ArgumentError, StoreError
+from metasketch.quality import Quality
 from metasketch.version import __version__
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Influence:
         weights: data weights at which the derivative was taken, (N,); ones by default.
         budget: B, where there was one.
         sweeps: what it cost: replays, forward passes, and the prior, each in sweeps.
-        quality: estimated quality of each query's scores, where the method gives one.
+        quality: estimated quality of each query's scores, where it was audited: see
+            `metasketch.audit`.
         facts: what was trained and asked: digests of the recipe, the data, the queries.
         notes: remarks on how it came about, in words.
         query_ids, example_ids: their names, where there are any.
@@ -66,7 +68,7 @@ class Influence:
     weights: Array | None = field(default=None, repr=False)
     budget: int | None = None
     sweeps: Mapping[str, float] = field(default_factory=dict)
-    quality: Any = field(default=None, repr=False)
+    quality: Quality | None = field(default=None, repr=False)
     facts: Mapping[str, Any] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
     query_ids: tuple[str, ...] | None = field(default=None, repr=False)
@@ -281,7 +283,7 @@ class Influence:
             "better": self.better,
             "budget": self.budget,
             "sweeps": dict(self.sweeps),
-            "quality": self.quality,
+            "quality": None if self.quality is None else self.quality.facts(),
             "facts": dict(self.facts),
             "notes": list(self.notes),
             "query_ids": self.query_ids,
@@ -307,6 +309,8 @@ class Influence:
             )
         about: dict[str, Any] = {key: notes[key] for key in _SAVED}
         about["notes"] = tuple(about["notes"])
+        if about["quality"] is not None:
+            about["quality"] = Quality.of(about["quality"])
         for name in ("query_ids", "example_ids"):
             about[name] = None if about[name] is None else tuple(about[name])
         about |= {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -100,3 +100,17 @@ def make(name: str, **options: Any) -> Method:
         raise ArgumentError(f"method {name!r} has no option {sorted(unknown)[0]!r}; {can}")
     rule = dataclasses.replace(method.rule, **options)  # type: ignore[type-var]
     return dataclasses.replace(method, rule=rule)
+
+
+def projects(name: str) -> bool:
+    """Whether rows of an influence are projections: ⟨Y_q, Ŷ_q⟩ = ‖Ŷ_q‖².
+
+    Args:
+        name: ``influence.method``: a method, or several joined by "+", each of which made some of
+            the rows.
+
+    >>> projects("mage+spell"), projects("pca"), projects("unknown")
+    (True, False, False)
+    """
+    known = (_METHODS.get(part) for part in name.split("+"))
+    return all(m is not None and isinstance(m.estimator, estimate.Projection) for m in known)
