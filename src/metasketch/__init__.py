@@ -25,7 +25,8 @@ from metasketch.integrations.hf_trainer import from_trainer
 from metasketch.methods import methods
 from metasketch.muon import Muon
 from metasketch.optim import SGD, Adam, AdamW, Group
-from metasketch.quality import Interval, Quality
+from metasketch.plan import JobPlan, plan
+from metasketch.quality import Quality
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
 from metasketch.report import report
@@ -44,7 +45,7 @@ __all__ = [
     "DerivativeError",
     "Group",
     "Influence",
-    "Interval",
+    "JobPlan",
     "LossError",
     "MemoryBudgetError",
     "MetasketchError",
@@ -77,5 +78,6 @@ __all__ = [
     "methods",
     "one_cycle",
     "report",
+    "plan",
     "train",
 ]

@@ -86,7 +86,7 @@ def attribute(
         check_sweeps(audit)
     chosen.rule.check(queries.num_queries)
     ledger = Memory() if store is None else Folder(store)
-    chosen, B, notes = _spend(chosen, budget, queries.num_queries, ledger.record() is None)
+    chosen, B, notes = spend(chosen, budget, queries.num_queries, ledger.record() is None)
     outputs = queries.values(run)
     check_outputs(queries, outputs)
     job = _Job(run, queries, chosen, ledger, progress)
@@ -130,10 +130,14 @@ def attribute(
     return influence if judged is None else assessed(influence, judged)
 
 
-def _spend(
-    method: Method, budget: int | None, K: int, fresh: bool
+def spend(
+    method: Method, budget: int | None, K: int, fresh: bool = True
 ) -> tuple[Method, int, list[str]]:
-    """The method and budget to work with, and what to say where they are not those asked for."""
+    """The method and budget to work with, and what to say where they are not those asked for.
+
+    Args:
+        fresh: nothing was begun yet in the store.
+    """
     if method.all_queries:
         if budget is not None and budget < K:
             raise ArgumentError(

@@ -13,7 +13,7 @@ from metasketch.memory import Budget
 from metasketch.queries import Queries
 from metasketch.recipe import Recipe
 from metasketch.run import Run
-from metasketch.sizes import format_bytes
+from metasketch.sizes import format_bytes, format_duration
 from metasketch.state import digest
 from metasketch.train import train
 
@@ -53,9 +53,9 @@ class CheckReport:
             "The recipe trains, replays, and can be differentiated in both directions.",
             f"  run         {self.num_steps} steps, {self.num_examples} examples, "
             f"{self.num_params} trained parameters",
-            f"  training    about {_duration(self.num_steps * self.seconds_per_step)}",
-            f"  one replay  about {_duration(per_row)} for one row alone; rows that share a sweep "
-            "cost less",
+            f"  training    about {format_duration(self.num_steps * self.seconds_per_step)}",
+            f"  one replay  about {format_duration(per_row)} for one row alone; rows that share a "
+            "sweep cost less",
             f"  memory      {format_bytes(self.state_bytes)} a state, "
             f"{format_bytes(self.graph_bytes)} for the graph of a step; keeps {kept} of "
             f"{self.num_steps} states, so a replay recomputes {self.plan.factor:.2f} steps a step",
@@ -64,14 +64,6 @@ class CheckReport:
         if self.unused:
             lines.append(f"  NOTE        never used by the loss, left alone: {list(self.unused)}")
         return "\n".join(lines)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def check(

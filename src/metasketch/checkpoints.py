@@ -111,6 +111,16 @@ class Plan:
         )
 
     @property
+    def recomputed_forward(self) -> int:
+        """Steps that one forward sweep recomputes: to states that are not in memory."""
+        return self.num_steps - len(set(self.kept) - self.on_disk | {0})
+
+    @property
+    def in_memory(self) -> int:
+        """States that are in memory at once, kept or in free places."""
+        return len(self.kept) - len(self.on_disk) + self.free
+
+    @property
     def factor(self) -> float:
         """Recomputed steps for each step that is reversed: the r of the cost r + 1 + 2b."""
         return self.recomputed / self.num_steps

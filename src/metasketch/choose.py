@@ -94,14 +94,14 @@ def _timed(
     """Seconds of one step of a sweep."""
     params, m = _directions(step, w, rows), len(step.recipe.order.batches[0])
     tangent = state.zeros(rows)
-    _synchronize(w)
+    synchronize(w)
     start = time.perf_counter()
     block, scratch = State(params, tangent.stats, tangent.slots), torch.empty_like(params)
     if pushes:
         step.push(state, 0, w, batch, block, w.new_ones(rows, m), how, scratch)
     else:
         step.pull(state, 0, w, batch, block, how, scratch)
-    _synchronize(w)
+    synchronize(w)
     return time.perf_counter() - start
 
 
@@ -111,7 +111,8 @@ def _close(answer: Tensor, reference: Tensor) -> bool:
     return bool(gap <= tolerance * torch.linalg.vector_norm(reference))
 
 
-def _synchronize(w: Tensor) -> None:
+def synchronize(w: Tensor) -> None:
+    """Wait for what was started where w lies, before a clock is read."""
     if w.is_cuda:
         torch.cuda.synchronize(w.device)
 

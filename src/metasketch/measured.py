@@ -29,6 +29,10 @@ class Replayed:
     scales: Tensor
 
     @property
+    def nbytes(self) -> int:
+        return _nbytes(self.Z, self.U, self.scales)
+
+    @property
     def sent(self) -> int:
         """Rows that were swept."""
         return int((self.scales > 0).sum())
@@ -47,6 +51,10 @@ class Paired:
     Q: Tensor
     C: Tensor
     origin: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.Q, self.C)
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,10 @@ class Measured:
             if i in replays:
                 pairs[i] = Paired(pair.Q[:r], pair.C[:, :r], pair.origin[:r])
         return replace(self, replays=replays, pairs=pairs)
+
+
+def _nbytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _cat(blocks: Sequence[Tensor], empty: tuple[int, int], dim: int = 1) -> Tensor:

@@ -44,6 +44,10 @@ class Sizes:
         """Of one row of a block: its cotangent before and after the step, and between."""
         return 3 * self.state + 2 * self.examples + (3 * self.graph if vmapped else 0)
 
+    def sweep(self, rows: int, vmapped: bool, plan: checkpoints.Plan) -> int:
+        """Of a run and a sweep with a block of so many rows."""
+        return plan.in_memory * self.state + self.fixed + rows * self.row(vmapped)
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -92,8 +96,7 @@ class Budget:
         """Rows of the largest block that fits beside the states."""
         if self.total is None:
             return MAX_ROWS
-        held = len(plan.kept) - len(plan.on_disk) + plan.free
-        free = self.total - sizes.fixed - held * sizes.state
+        free = self.total - sizes.fixed - plan.in_memory * sizes.state
         return max(0, min(MAX_ROWS, free // sizes.row(vmapped)))
 
 

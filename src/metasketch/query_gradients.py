@@ -60,10 +60,14 @@ class QueryGradients:
         return self.num_params + len(self.measurement.run.final.stats)
 
     @property
+    def whole(self) -> int:
+        """Bytes of all rows."""
+        return self.num_queries * self.size * _DOUBLE
+
+    @property
     def held(self) -> bool:
         """Whether V is held whole, in half of the memory."""
-        whole = self.num_queries * self.size * _DOUBLE
-        return self.memory is None or 2 * whole <= self.memory
+        return self.memory is None or 2 * self.whole <= self.memory
 
     def hold(self) -> Generator[int, None, Tensor]:
         """All rows v_q, (K, P + R), float64, made once; yields after each."""
@@ -128,10 +132,10 @@ class QueryGradients:
         t = t.to(torch.float64)
         if self.held:
             return (self.V @ t.T).cpu()
-        parts = [self._paired(indices, t) for indices in self.measurement.chunks()]
+        parts = [self.pair_some(indices, t) for indices in self.measurement.chunks()]
         return torch.cat(parts).cpu()
 
-    def _paired(self, indices: Tensor, t: Tensor) -> Tensor:
+    def pair_some(self, indices: Tensor, t: Tensor) -> Tensor:
         """The same for some of the queries, as a forward derivative made of two backward ones:
         u ↦ V u is linear, and its own backward pass takes t to V^T t."""
         state = self.measurement.leaves()

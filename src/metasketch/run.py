@@ -225,14 +225,14 @@ class Run:
         self.step.model.check_unchanged()
         results = []
         with self.computing():
-            how = self._how(mode, min(size, b))
+            how = self.how(mode, min(size, b))
             for start in range(0, b, size):
                 rows = slice(start, min(start + size, b))
                 title = f"{mode} of {rows.stop - start} row{'s' * (rows.stop - start > 1)}"
                 results.append(drive(sweep(rows, how), self.num_steps, title, progress))
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _how(self, mode: str, b: int) -> str:
+    def how(self, mode: str, b: int) -> str:
         """The implementation for a block, measured (or tried, where it is named) once."""
         key = f"{mode} b={min(b, choose.SAMPLE_ROWS)}"
         if key not in self.implementations:
@@ -253,7 +253,7 @@ class Run:
         Cost: about 15 steps.
         """
         with self.computing():
-            self._how(mode, rows)
+            self.how(mode, rows)
 
     def _save_implementations(self) -> None:
         store = self.trajectory.store

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them, both ways."""
+"""Sizes in bytes as people write them, both ways; and durations."""
 
 import re
 
@@ -50,3 +50,16 @@ def format_bytes(size: int | float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """A time for a person.
+
+    >>> format_duration(0.25), format_duration(90), format_duration(1800), format_duration(9000)
+    ('250 ms', '90.0 s', '30 min', '2.5 h')
+    """
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
