@@ -1,6 +1,7 @@
 """Training-data attribution by metagradients: which examples made this model behave like this?"""
 
 from metasketch import evaluate, losses, measures
+from metasketch.advise import Advice, advise
 from metasketch.attribute import attribute
 from metasketch.audit import audit
 from metasketch.check import CheckReport, check
@@ -39,6 +40,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "Advice",
     "ArgumentError",
     "CheckReport",
     "DataError",
@@ -62,6 +64,7 @@ __all__ = [
     "Run",
     "StoreError",
     "__version__",
+    "advise",
     "attribute",
     "audit",
     "check",
