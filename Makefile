@@ -9,7 +9,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean
+.PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean bench-advice
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,11 @@ bench-binomial: $(STAMP)  ## count the steps that 2,000 steps under 20 states ta
 
 bench-gram: $(STAMP)  ## make a Gram matrix of 1,000 queries of ten million parameters in 4 GiB
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gram.py
+
+bench-advice: $(STAMP)  ## prove the doctor, the advice and the intervals of an audit (half an hour)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/doctor.py
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/advice.py
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/calibration.py
 
 bench-minilm: $(STAMP)  ## attribute a fine-tuned MiniLM, and check it by retraining
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py

@@ -177,6 +177,13 @@ def queries(model: str) -> ms.Queries:
     return ms.Queries(inputs(model, NUM_QUERIES, seed=2), ms.losses.cross_entropy)
 
 
+def asked(num_examples: int, num_queries: int) -> tuple[ms.Run, ms.Queries]:
+    """A finished run of an MLP with AdamW, and as many queries."""
+    data = inputs("mlp", num_examples, seed=1)
+    run = ms.train(with_options(recipe("mlp", "adamw", "plain"), data=data), implementation="loop")
+    return run, ms.Queries(inputs("mlp", num_queries, seed=2), ms.losses.cross_entropy)
+
+
 def with_options(recipe: ms.Recipe, **changes: Any) -> ms.Recipe:
     """The same recipe with some of its arguments changed."""
     return dataclasses.replace(recipe, **changes)

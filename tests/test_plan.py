@@ -23,10 +23,7 @@ K, N = 16, 40
 
 @pytest.fixture(scope="module")
 def asked() -> tuple[ms.Run, ms.Queries]:
-    recipe = problems.recipe("mlp", "adamw", "plain")
-    recipe = problems.with_options(recipe, data=problems.inputs("mlp", N, seed=1))
-    queries = ms.Queries(problems.inputs("mlp", K, seed=2), ms.losses.cross_entropy)
-    return ms.train(recipe, implementation="loop"), queries
+    return problems.asked(N, K)
 
 
 @pytest.mark.parametrize("block", [None, 3])

@@ -128,10 +128,7 @@ def test_rows_that_vanish() -> None:
 
 @pytest.fixture(scope="module")
 def asked() -> tuple[ms.Run, ms.Queries]:
-    recipe = problems.recipe("mlp", "adamw", "plain")
-    recipe = problems.with_options(recipe, data=problems.inputs("mlp", 30, seed=1))
-    queries = ms.Queries(problems.inputs("mlp", 12, seed=2), ms.losses.cross_entropy)
-    return ms.train(recipe, implementation="loop"), queries
+    return problems.asked(30, 12)
 
 
 @pytest.mark.parametrize("method", ["spell", "pca", "exact"])

@@ -7,6 +7,7 @@ from metasketch.audit import audit
 from metasketch.check import CheckReport, check
 from metasketch.conversion import from_scheduler
 from metasketch.data import Microbatches
+from metasketch.diagnose import Diagnosis, diagnose
 from metasketch.errors import (
     ArgumentError,
     DataError,
@@ -45,6 +46,7 @@ __all__ = [
     "CheckReport",
     "DataError",
     "DerivativeError",
+    "Diagnosis",
     "Group",
     "Influence",
     "JobPlan",
@@ -70,6 +72,7 @@ __all__ = [
     "check",
     "constant",
     "cosine",
+    "diagnose",
     "evaluate",
     "from_scheduler",
     "from_trainer",

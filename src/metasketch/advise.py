@@ -1,5 +1,6 @@
 """Which method, and how large a budget: predicted before anything is spent on it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +20,7 @@ from metasketch.query_gradients import QueryGradients
 from metasketch.rehearse import Outcome, rehearse, stand_ins
 from metasketch.run import Run
 from metasketch.sizes import format_duration, parse_bytes
-from metasketch.speeds import Speeds
+from metasketch.speeds import Clock, Speeds
 
 Objective = Literal["reconstruction", "attribution"]
 
@@ -141,6 +142,7 @@ def advise(
     workers: int = 1,
     memory: int | float | str = "4GiB",
     seed: int = 0,
+    clock: Clock = time.perf_counter,
     progress: bool | None = None,
 ) -> Advice:
     """Predict what each method would give at several budgets, and what it would cost.
@@ -155,6 +157,7 @@ def advise(
         workers: processes that would work on it: see `metasketch.plan`.
         memory: budget for the queries' gradients: see `Queries.gram`.
         seed: of the directions.
+        clock: see `metasketch.plan`.
         progress: show bars; by default on a terminal.
 
     Returns:
@@ -173,7 +176,7 @@ def advise(
         raise ArgumentError("the gradients of all queries vanish: there is nothing to attribute")
     like = stand_ins(G, Y_U)
     # Its gradients are new, since the job would make them again.
-    speeds = Speeds(run, QueryGradients(queries.of(run), parse_bytes(memory, "memory")))
+    speeds = Speeds(run, QueryGradients(queries.of(run), parse_bytes(memory, "memory")), clock)
     options = []
     for name in methods():
         method = make(name)

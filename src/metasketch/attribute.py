@@ -29,6 +29,7 @@ from metasketch.run import Run
 from metasketch.sizes import parse_bytes
 from metasketch.sketch import Sketch, blocks_needed, num_sweeps, remarks, rounds
 from metasketch.store import differences
+from metasketch.verdict import warn
 from metasketch.version import __version__
 
 OnMismatch = Literal["refuse", "tolerate"]
@@ -51,6 +52,8 @@ def attribute(
     """Estimate the influence of every training example on every query, from few sweeps.
 
         Ŷ ≈ Y,    Y[q, i] = ∂f_q / ∂w_i
+
+    Warns where the run was never checked by `metasketch.diagnose`, or failed there.
 
     Args:
         run: the training run.
@@ -89,6 +92,7 @@ def attribute(
     chosen, B, notes = spend(chosen, budget, queries.num_queries, ledger.record() is None)
     outputs = queries.values(run)
     check_outputs(queries, outputs)
+    remark = warn(run.verdict)
     job = _Job(run, queries, chosen, ledger, progress)
     with ledger.alone():
         record = job.opened(B, block or run.most_rows)
@@ -121,7 +125,7 @@ def attribute(
         budget=B,
         sweeps={**known.sweeps, "prior": 0},
         facts=record["facts"],
-        notes=tuple(notes),
+        notes=(*remark, *notes),
         query_ids=None if queries.ids is None else tuple(queries.ids),
         example_ids=None if run.recipe.ids is None else tuple(run.recipe.ids),
         query_looks=queries.examples.looks(queries.show),

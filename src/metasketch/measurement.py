@@ -38,16 +38,18 @@ class Measurement:
         run: whose final state.
         examples: what is measured on.
         measure: ``measure(model, batch) -> (batch,)``.
+        dtype: of the final state and the data; another than float64 shows what that is for.
     """
 
     run: Run
     examples: Examples
     measure: Measure
+    dtype: torch.dtype = torch.float64
 
     @cached_property
     def functional(self) -> FunctionalModel:
-        """The run's module in eval mode and float64."""
-        return self.run.step.model.evaluation(torch.float64)
+        """The run's module in eval mode, in this precision."""
+        return self.run.step.model.evaluation(self.dtype)
 
     @property
     def num_queries(self) -> int:
@@ -67,14 +69,14 @@ class Measurement:
         return max(1, min(_AT_ONCE, total // _GRAPH_SHARE // each))
 
     def leaves(self, final: State | None = None) -> tuple[Tensor, Tensor]:
-        """Parameters (P,) and statistics (R,) in float64, as leaves of a graph.
+        """Parameters (P,) and statistics (R,) in this precision, as leaves of a graph.
 
         Args:
             final: another state than the run's, such as where retraining ends.
         """
         final = final or self.run.final
-        params = final.params.detach().double().requires_grad_()
-        return params, final.stats.detach().double().requires_grad_()
+        params = final.params.detach().to(self.dtype).requires_grad_()
+        return params, final.stats.detach().to(self.dtype).requires_grad_()
 
     def chunks(self, indices: Tensor | None = None) -> Iterator[Tensor]:
         """Queries (all by default) in batches that fit into memory."""
@@ -131,7 +133,7 @@ class Measurement:
     def _cast(self, batch: Batch) -> Batch:
         device = self.run.recipe.device
         return map_tensors(
-            lambda t: t.to(device, torch.float64 if t.is_floating_point() else t.dtype), batch
+            lambda t: t.to(device, self.dtype if t.is_floating_point() else t.dtype), batch
         )
 
     @contextlib.contextmanager

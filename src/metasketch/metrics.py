@@ -46,6 +46,12 @@ def lds(influence: Any, removals: Removals) -> Array:
     return _correlation(predicted, true)
 
 
+def rank_correlation(predicted: Array, true: Array) -> Array:
+    """Spearman's ρ of predicted and true changes (M, K) over subsets, (K,)."""
+    ranks = (rankdata(_flattened(x), axis=0) for x in (predicted, true))
+    return _correlation(*ranks)
+
+
 @dataclass(frozen=True)
 class Interval:
     """A mean with a bootstrap interval.

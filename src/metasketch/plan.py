@@ -8,6 +8,7 @@ takes is what `metasketch.memory` says.
 """
 
 import heapq
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from metasketch.query_gradients import QueryGradients
 from metasketch.run import Run
 from metasketch.sizes import format_bytes, format_duration, parse_bytes
 from metasketch.sketch import Rounds, open_blocks, rounds
-from metasketch.speeds import Speeds
+from metasketch.speeds import Clock, Speeds
 
 Seconds = Callable[[Block], float]
 
@@ -85,6 +86,7 @@ def plan(
     audit: int = 0,
     memory: int | float | str = "4GiB",
     block: int | None = None,
+    clock: Clock = time.perf_counter,
     **options: Any,
 ) -> JobPlan:
     """Predict time, memory and disk of `metasketch.attribute` with the same arguments.
@@ -92,6 +94,7 @@ def plan(
     Args:
         run, queries, method, budget, audit, memory, block, options: as for `attribute`.
         workers: processes that share the job's store, each with a core (or device) of its own.
+        clock: reads seconds; ``time.process_time`` leaves out what others take of a shared core.
 
     Returns:
         The prediction. Cost: some steps of each kind that the job takes, and four gradients of
@@ -100,7 +103,7 @@ def plan(
     with run.computing():
         V = QueryGradients(queries.of(run), parse_bytes(memory, "memory"))
     job = (make(method, **options), budget, workers, audit, block)
-    return planned(Speeds(run, V), *job)
+    return planned(Speeds(run, V, clock), *job)
 
 
 def planned(

@@ -23,14 +23,15 @@ Means over queries come from the jackknife over directions, which the queries sh
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from metasketch.errors import ArgumentError
+from metasketch.jackknife import jackknife
 
 Array = np.ndarray[Any, Any]
 
@@ -140,10 +141,9 @@ class Sampled:
         centred: Array = np.maximum(self.energy - self.Y_hat_1**2 / self.N, 0.0)
         return centred
 
-    def without(self, j: int) -> "Sampled":
-        """All but direction j."""
-        Y_u, Y_hat_u = (np.delete(x, j, axis=1) for x in (self.Y_u, self.Y_hat_u))
-        return Sampled(Y_u, Y_hat_u, self.Y_1, self.Y_hat_1, self.energy, self.N, self.projection)
+    def seen_by(self, directions: Array) -> "Sampled":
+        """The same from some of the directions."""
+        return replace(self, Y_u=self.Y_u[:, directions], Y_hat_u=self.Y_hat_u[:, directions])
 
     def rows(self, part: slice) -> "Sampled":
         """Some of the queries."""
@@ -267,33 +267,24 @@ def _means(sampled: Sampled, level: float) -> tuple[Interval, Interval, Interval
     """Over queries: captured of the whole, mean captured, mean lds.
 
     NOTE: the estimates of queries err together, since they share the directions. So the jackknife
-    leaves out directions, not queries; it also takes off the bias of order 1/m. It works on
-    log(1 - x), whose error is nearer to normal where x is near 1.
+    leaves out directions, not queries. It works on log(1 - x), whose error is nearer to normal
+    where x is near its bound 1.
     """
 
-    def summary(s: Sampled) -> Array:
+    def summary(kept: Array) -> Array:
+        s = sampled.seen_by(kept)
         captured, lds, r2, Y2 = (x[:, 0] for x in s.measures(*_moments(s)))
         total = 1 - r2.sum() / Y2.sum() if Y2.any() else math.nan
-        x = np.array([total, *(_mean(v) for v in (captured, lds))])
-        logs: Array = np.log(np.maximum(1 - x, np.finfo(float).tiny))
+        means = np.array([total, _mean(captured), _mean(lds)])
+        logs: Array = np.log(np.maximum(1 - means, np.finfo(float).tiny))
         return logs
 
-    return tuple(_jackknife(summary, sampled, level))  # type: ignore[return-value]
+    centre, low, high = jackknife(summary, sampled.m, level)
+    ends = (1 - np.exp(logs) for logs in (centre, high, low))
+    total, captured, lds = (Interval(*map(float, row)) for row in zip(*ends, strict=True))
+    return total, captured, lds
 
 
 def _mean(values: Array) -> float:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else math.nan
-
-
-def _jackknife(
-    summary: Callable[[Sampled], Array], sampled: Sampled, level: float
-) -> list[Interval]:
-    """Intervals for 1 - exp(summary), one for each of its entries."""
-    m = sampled.m
-    whole = summary(sampled)
-    values = np.stack([m * whole - (m - 1) * summary(sampled.without(j)) for j in range(m)])
-    centre = values.mean(0)
-    half = stats.t.ppf((1 + level) / 2, m - 1) * values.std(0, ddof=1) / math.sqrt(m)
-    ends = (1 - np.exp(x) for x in (centre, centre + half, centre - half))
-    return [Interval(*map(float, row)) for row in zip(*ends, strict=True)]

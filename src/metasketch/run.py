@@ -20,6 +20,7 @@ from metasketch.replay import replay
 from metasketch.state import State, checksum, digest
 from metasketch.step import Step
 from metasketch.trajectory import Trajectory
+from metasketch.verdict import Verdict
 
 Sweep = Callable[[slice, str], Generator[int, None, Tensor]]
 """Sends some rows through the run, with an implementation of the second derivatives."""
@@ -41,6 +42,7 @@ class Run:
         implementation: the one to use for second derivatives, or "auto".
         implementations: by mode and rows of a block, the one in use: measured to be fastest, or
             named.
+        verdict: what the doctor found, where it was asked: see `metasketch.diagnose`.
     """
 
     recipe: Recipe
@@ -53,6 +55,7 @@ class Run:
     implementation: str = "auto"
     implementations: dict[str, str] = field(default_factory=dict)
     timings: dict[str, choose.Timing] = field(default_factory=dict, repr=False)
+    verdict: Verdict | None = None
 
     @property
     def num_steps(self) -> int:
@@ -244,7 +247,7 @@ class Run:
             timing = choose.measure(self.step, self.weights, mode == "forward", b, candidates)
             self.timings[key] = timing
             self.implementations[key] = timing.fastest
-            self._save_implementations()
+            self._save("implementations", self.implementations)
         return self.implementations[key]
 
     def settle(self, mode: str, rows: int) -> None:
@@ -255,12 +258,16 @@ class Run:
         with self.computing():
             self.how(mode, rows)
 
-    def _save_implementations(self) -> None:
+    def judge(self, verdict: Verdict) -> None:
+        """Carry what the doctor found, in the store too where there is one."""
+        self.verdict = verdict
+        self._save("verdict", verdict.facts())
+
+    def _save(self, name: str, value: Any) -> None:
         store = self.trajectory.store
         if store is not None:
             with contextlib.suppress(StoreError):  # which is not worth a failed sweep
-                record = store.read_record()
-                store.write_record({**record, "implementations": self.implementations})
+                store.write_record({**store.read_record(), name: value})
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """The setting in which this run's numbers are made."""

@@ -20,6 +20,7 @@ from metasketch.state import State
 from metasketch.step import Step
 from metasketch.store import RunStore, differences
 from metasketch.trajectory import Trajectory
+from metasketch.verdict import Verdict
 from metasketch.version import __version__
 
 
@@ -189,6 +190,7 @@ def _load(
         _note(trajectory, notes)
         trajectory.verify_first_step()
         run = _run(trajectory, final, budget, sizes, choices)
+        run.verdict = Verdict.of(record.get("verdict"))
         if choices.implementation == Choices.of(record).implementation:
             run.implementations = dict(record["implementations"])
     return run

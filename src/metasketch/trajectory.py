@@ -179,6 +179,14 @@ class Trajectory:
             if t < missing[-1] and t + 1 not in on_disk:
                 state = self._again(state, t, batch)
 
+    def verify(self) -> Generator[int, None, None]:
+        """Take every step again and compare each state with its digest; yields after each."""
+        state = self._held(0)
+        for t, batch in self.step.batches.along(iter(range(self.step.recipe.num_steps))):
+            self.verify_batch(batch, t)
+            state = self._again(state, t, batch)
+            yield t
+
     def verify_first_step(self) -> None:
         """Take the first step again and compare: a changed loss function shows here."""
         batch = self.step.batches.load(0)
