@@ -133,6 +133,23 @@ def test_the_latest_attribution_is_shown_or_the_one_that_is_named(
     assert given["influence"] == named["influence"]
 
 
+def test_advice_and_audits(folder: Path, capsys: Any) -> None:
+    told_of = table(capsys, "advise", "mine.py:recipe", "--budget", "1", "--budget", "2")
+    assert {option["budget"] for option in told_of["options"]} == {1, 2}
+    assert {option["method"] for option in told_of["options"]} == {*ms.methods()} - {"exact"}
+    assert told_of["best"]["attribution"]["method"] in ms.methods()
+    code, output, _ = told(capsys, "advise", "mine.py:recipe")
+    assert code == 0
+    assert "Next: metasketch attribute mine.py:recipe --method" in output
+    given = ("attribute", "mine.py:recipe", "--method", "mage", "--budget", "2")
+    assert table(capsys, *given)["quality"] is None
+    assert "not estimated: add --audit 8" in told(capsys, *given)[1]
+    quality = table(capsys, *given, "--audit", "4")["quality"]
+    assert quality["mean_lds"]["low"] <= quality["mean_lds"]["estimate"]
+    page = Path(table(capsys, "report", "mine.py:recipe")["report"]).read_text()
+    assert f"LDS {quality['mean_lds']['estimate']:.2f} of that of exact scores" in page
+
+
 def test_evaluate_judges_every_attribution(folder: Path, capsys: Any) -> None:
     assert "make one with metasketch attribute" in told(capsys, "evaluate", "mine.py:recipe")[2]
     for method in ("exact", "random"):

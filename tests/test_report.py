@@ -23,6 +23,7 @@ from metasketch import charts, strongest
 from metasketch.geometry import Geometry
 from metasketch.looks import MOST_CHARACTERS, look
 from metasketch.pictures import MAX_SIDE, as_bytes, data_uri, png
+from metasketch.quality import Interval
 from metasketch.webpage import noun_of
 from tests import browser, problems
 
@@ -315,10 +316,30 @@ def test_measured_quality_is_said_of_the_whole_and_of_each_query(tmp_path: Path)
     measured = ms.evaluate.Removals(subsets, true, np.zeros(K))
     path = ms.report(made, tmp_path / "page.html", removals=measured)
     scores = [query["lds"] for query in table(path)["queries"]]
-    np.testing.assert_allclose(scores, [1.0, -1.0, *[1.0] * (K - 2)])
+    np.testing.assert_allclose(scores, [[1.0], [-1.0], *[[1.0]] * (K - 2)])
     text = path.read_text("utf-8")
     assert f"LDS {1 - 2 / K:.2f}" in text
     assert "measured on 40 retrained models" in text
+
+
+def quality() -> ms.Quality:
+    lds = np.linspace(0.2, 0.9, K)
+    lds[3] = np.nan
+    mean = Interval(0.61, 0.55, 0.66)
+    return ms.Quality(
+        lds, lds - 0.1, lds + 0.1, lds, lds - 0.1, lds + 0.1, mean, mean, mean, 0.9, 8
+    )
+
+
+def test_estimated_quality_comes_with_its_interval(tmp_path: Path) -> None:
+    audited = influence(quality=quality())
+    path = ms.report(audited, tmp_path / "page.html")
+    text = path.read_text("utf-8")
+    assert "LDS 0.61 of that of exact scores" in text
+    assert "90% interval 0.55 to 0.66, estimated from 8 sweeps" in text
+    queries = table(path)["queries"]
+    assert queries[0]["lds"] == pytest.approx([0.2, 0.1, 0.3])
+    assert queries[3]["lds"] == []
 
 
 @pytest.fixture(scope="module")
@@ -510,6 +531,17 @@ def test_the_removal_box_predicts_every_query(page: Any, tmp_path: Path, variant
     page.click("#removal-body .buttons button")
     assert page.texts("#removal-line") == ["tick examples"]
     assert page.run("document.querySelectorAll('.card input:checked').length") == 0
+    assert page.complaints == []
+
+
+@needs_chromium
+def test_queries_sort_by_their_quality(page: Any, tmp_path: Path) -> None:
+    opened(page, ms.report(influence(quality=quality()), tmp_path / "page.html"))
+    page.type("#sort", "lds")
+    names = page.texts("#list details .title b")
+    assert names[2:4] == ["question 1", "question 2"]
+    assert names[-1] == "question 3"  # whose quality is not known
+    assert "LDS 0.22 of exact [0.12, 0.32]" in page.texts("#list .numbers")[2]
     assert page.complaints == []
 
 

@@ -63,11 +63,24 @@ class Command:
     fixed_recipe: str | None = None
 
 
+def _advise_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sweeps", type=int, default=8, help="to spend on the advice; 0 for none, default 8"
+    )
+    parser.add_argument(
+        "--budget", type=int, action="append", help="to look at; may be given several times"
+    )
+
+
 def _attribute_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="spell", help="see metasketch methods; default spell")
     parser.add_argument(
         "--budget", type=int, help="B: replays through training, each with a forward pass"
     )
+    parser.add_argument(
+        "--audit", type=int, default=0, metavar="SWEEPS",
+        help="sweeps to spend besides on an estimate of the quality; 8 are usual",
+    )  # fmt: skip
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the method"
     )
@@ -123,11 +136,21 @@ COMMANDS = {
         ),
         commands.run_train,
     ),
+    "advise": Command(
+        "say which method and budget to take, with predicted quality and cost",
+        (
+            ("metasketch advise digits.py:recipe", "spend 8 sweeps on it"),
+            ("metasketch advise digits.py:recipe --budget 10 --budget 30", "compare these two"),
+        ),
+        commands.run_advise,
+        _advise_options,
+    ),
     "attribute": Command(
         "score every training example for every query, from a budget of sweeps",
         (
             ("metasketch attribute digits.py:recipe --budget 20", "20 replays by spell"),
             ("metasketch attribute digits.py:recipe --budget 40", "extend them to 40"),
+            ("metasketch attribute digits.py:recipe --budget 40 --audit 8", "judge them, too"),
             ("metasketch attribute digits.py:recipe --method exact", "one replay a query"),
         ),
         commands.run_attribute,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from metasketch import files, recipe_file
+from metasketch.advise import TARGETS, advise
 from metasketch.attribute import attribute
 from metasketch.check import check
 from metasketch.errors import ArgumentError
@@ -141,6 +142,7 @@ def run_attribute(args: Namespace) -> Outcome:
         args.method,
         args.budget,
         results.sweeps(args.method),
+        audit=args.audit,
         memory=args.memory,
         on_mismatch="tolerate" if args.tolerate else "refuse",
         progress=args.progress,
@@ -155,6 +157,7 @@ def run_attribute(args: Namespace) -> Outcome:
         "sweeps": dict(influence.sweeps),
         "queries": influence.num_queries,
         "examples": influence.num_examples,
+        "quality": None if influence.quality is None else influence.quality.facts(),
         "notes": list(influence.notes),
         "seconds": seconds,
     }
@@ -163,9 +166,47 @@ def run_attribute(args: Namespace) -> Outcome:
         f"{influence.method}, in {seconds:.1f} s.\n"
         f"  sweeps     {sweeps_in_words(influence)}\n"
         f"  result     {path}\n"
+        f"{_quality_in_words(influence, args)}\n"
         f"Next: metasketch report {args.recipe}"
     )
     return Outcome(words, facts)
+
+
+def _quality_in_words(influence: Influence, args: Namespace) -> str:
+    if influence.quality is not None:
+        return str(influence.quality)
+    if influence.method == "exact":
+        return "  quality    exact, up to rounding"
+    return (
+        "  quality    not estimated: add --audit 8, or measure it with metasketch evaluate "
+        f"{args.recipe}"
+    )
+
+
+def run_advise(args: Namespace) -> Outcome:
+    recipe, queries = recipe_file.load(args.recipe)
+    run = _trained(args, recipe, Results.of(args))
+    advice = advise(
+        run, queries, args.sweeps, args.budget, memory=args.memory, progress=args.progress
+    )
+    options = [
+        {
+            "method": option.method,
+            "budget": option.budget,
+            **option.outcome._asdict(),
+            "seconds": option.plan.seconds,
+            "memory": option.plan.memory,
+            "disk": option.plan.disk,
+        }
+        for option in advice.options
+    ]
+    best = {objective: advice.best(objective) for objective in TARGETS}
+    chosen = {key: {"method": o.method, "budget": o.budget} for key, o in best.items()}
+    first = best["attribution"]
+    following = (
+        f"Next: metasketch attribute {args.recipe} --method {first.method} --budget {first.budget}"
+    )
+    return Outcome(f"{advice}\n{following}", {"best": chosen, "options": options})
 
 
 def run_evaluate(args: Namespace) -> Outcome:

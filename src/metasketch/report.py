@@ -78,9 +78,9 @@ def report(
     influence = _dressed(influence, recipe, queries)
     noun = noun or webpage.noun_of(influence)
     found = strongest(influence, n, MOST_QUERIES)
-    scores, measured = None, None
+    scores, measured = _estimated(influence), None
     if removals is not None:
-        scores = lds(influence, removals)
+        scores = [(score,) for score in lds(influence, removals).tolist()]
         measured = lds_interval(influence, removals), removals.num_subsets
     geometry = Geometry(found.norms)
     head = webpage.head(influence, geometry, title, noun, diagnosis, measured)
@@ -96,6 +96,15 @@ def report(
     target = Path(path).expanduser()
     files.write_atomically(target, content)
     return target
+
+
+def _estimated(influence: Influence) -> list[tuple[float, ...]] | None:
+    """Estimated LDS of each query relative to exact scores, with its interval's ends."""
+    q = influence.quality
+    if q is None:
+        return None
+    triples = zip(q.lds.tolist(), q.lds_low.tolist(), q.lds_high.tolist(), strict=True)
+    return [triple if np.isfinite(triple).all() else () for triple in triples]
 
 
 def _dressed(influence: Influence, recipe: Recipe | None, queries: Queries | None) -> Influence:
@@ -142,14 +151,15 @@ class _Table:
 
     Attributes:
         room: bytes that the table may have.
-        scores: measured LDS of each query, (K,), where there is one.
+        scores: of each query the measured LDS, or the estimated one with its interval's ends;
+            empty where it is not known.
     """
 
     influence: Influence
     found: Strongest
     noun: str
     room: int
-    scores: Array | None = None
+    scores: Sequence[Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         self.order = self.found.examples()
@@ -202,7 +212,7 @@ class _Table:
             if outputs is not None and np.isfinite(outputs[q])
             else None,
             "norm": _short(self.found.norms[q]),
-            "lds": None if self.scores is None else _short(self.scores[q]),
+            "lds": [] if self.scores is None else [_short(x) for x in self.scores[q]],
             "look": _looks(looks, q),
             **self._placed(self.found.each[q]),
         }

@@ -149,28 +149,36 @@ def _paragraphs(texts: Sequence[str]) -> str:
 
 
 def _quality(influence: Influence, measured: tuple[Interval, int] | None) -> list[str]:
+    said = []
     if measured is not None:
         score, models = measured
-        return [
+        said += [
             f"LDS {score.mean:.2f}",
             f"{score.level:.0%} interval {score.low:.2f} to {score.high:.2f}, measured on "
             f"{models:,} retrained models: the rank correlation of predicted and true changes, "
             "mean over queries. 1 is perfect, 0 is worth nothing.",
         ]
     if influence.method == "exact":
-        return [
-            "Exact",
+        exact = (
             "Every row is the derivative itself, up to rounding. How well derivatives predict a "
-            "removal depends on the run: ask the doctor.",
-        ]
-    if influence.quality is None:
-        return [
-            "Not estimated",
-            "How near these scores are to the exact ones is not known. To measure it, compare "
-            "predictions with retrained models: metasketch evaluate, or ms.evaluate.removals and "
-            "ms.evaluate.lds.",
-        ]
-    return [str(influence.quality)]
+            "removal depends on the run: ask the doctor."
+        )
+        return [*said, exact] if said else ["Exact", exact]
+    if influence.quality is not None:
+        found, ratio = influence.quality, influence.quality.mean_lds
+        estimated = (
+            f"{found.level:.0%} interval {ratio.low:.2f} to {ratio.high:.2f}, estimated from "
+            f"{found.sweeps} sweeps in random directions, mean over queries. Of the energy of "
+            f"exact scores {found.total_captured.estimate:.0%} is captured."
+        )
+        words = f"LDS {ratio.estimate:.2f} of that of exact scores"
+        return [*said, f"{words}: {estimated}"] if said else [words, estimated]
+    return said or [
+        "Not estimated",
+        "How near these scores are to the exact ones is not known. To estimate it, spend a few "
+        "sweeps: --audit 8, or ms.audit(run, queries, influence). To measure it, compare with "
+        "retrained models: metasketch evaluate, or ms.evaluate.removals.",
+    ]
 
 
 def _doctor(diagnosis: Any) -> list[str]:

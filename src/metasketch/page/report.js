@@ -169,13 +169,18 @@ function drawAnswer(query, what) {
     ...drawKind("helpful", query.helpful, what), ...drawKind("harmful", query.harmful, what));
 }
 
+function scoreInWords([score, ...ends]) {
+  const [middle, low, high] = [score, ...ends].map((x) => x.toFixed(2).replace("-", "−"));
+  return ends.length ? `LDS ${middle} of exact [${low}, ${high}]` : `LDS ${middle}`;
+}
+
 function drawQuery(query, index, open) {
   const title = make("span", "title", make("b", "", query.name));
   const text = query.about ?? textOf(query.look);
   if (text) title.append(make("span", "", text.slice(0, 200)));
   const numbers = make("span", "numbers");
   if (query.value !== null) numbers.append(make("b", "", `${data.noun} ${number(query.value)}`));
-  if (query.lds != null) numbers.append(make("span", "", `LDS ${query.lds.toFixed(2).replace("-", "−")}`));
+  if (query.lds?.length) numbers.append(make("span", "", scoreInWords(query.lds)));
   const change = make("span", "change");
   change.dataset.query = index;
   numbers.append(change);
@@ -202,6 +207,10 @@ const together = {
 
 // The list.
 
+function score(q) {
+  return data.queries[q].lds[0] ?? Infinity; // unknown ones come last
+}
+
 const byName = new Intl.Collator("en", { numeric: true });
 const worst = data.better === "lower" ? 1 : -1;
 const hasValues = data.queries.some((query) => query.value !== null);
@@ -212,8 +221,8 @@ const SORTS = {
   ...(hasValues && {
     value: [`worst ${data.noun}`, (a, b) => worst * (data.queries[b].value - data.queries[a].value)],
   }),
-  ...(data.queries.some((query) => query.lds !== null) && {
-    lds: ["least well predicted", (a, b) => data.queries[a].lds - data.queries[b].lds],
+  ...(data.queries.some((query) => query.lds.length) && {
+    lds: ["least well predicted", (a, b) => score(a) - score(b)],
   }),
   change: ["change by the removal", (a, b) => (changes ? Math.abs(changes[b]) - Math.abs(changes[a]) : 0)],
 };
