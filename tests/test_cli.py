@@ -133,6 +133,30 @@ def test_the_latest_attribution_is_shown_or_the_one_that_is_named(
     assert given["influence"] == named["influence"]
 
 
+def test_the_doctor_answers_by_its_exit_code(folder: Path, capsys: Any) -> None:
+    told(capsys, "attribute", "mine.py:recipe", "--method", "exact")
+    page = folder / "mine-recipe.metasketch" / "report.html"
+    told(capsys, "report", "mine.py:recipe")
+    assert "Not asked" in page.read_text()
+    code, output, _ = told(capsys, "doctor", "mine.py:recipe", "--single", "--json")
+    found = json.loads(output)
+    assert code == (cli.DONE if found["passed"] else cli.NO)
+    assert found["passed"] == (found["verdict"]["word"] == "smooth")
+    again, output, _ = told(capsys, "doctor", "mine.py:recipe", "--single")
+    assert again == code
+    assert f"The run is {found['verdict']['word']}" in output
+    # The run carries the verdict, and the page shows it.
+    told(capsys, "report", "mine.py:recipe")
+    assert found["verdict"]["word"].capitalize() in page.read_text()
+    assert "Not asked" not in page.read_text()
+
+
+def test_a_doctor_who_says_no_ends_with_1(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    no = cli.Command("x", (), lambda args: cli.Outcome("rough", {}, fine=False), on_recipe=False)
+    monkeypatch.setitem(cli.COMMANDS, "doctor", no)
+    assert told(capsys, "doctor") == (cli.NO, "rough\n", "")
+
+
 def test_advice_and_audits(folder: Path, capsys: Any) -> None:
     told_of = table(capsys, "advise", "mine.py:recipe", "--budget", "1", "--budget", "2")
     assert {option["budget"] for option in told_of["options"]} == {1, 2}
@@ -289,6 +313,7 @@ def test_the_demonstration_on_a_few_images(folder: Path, capsys: Any, monkeypatc
     assert found["methods"]["exact"]["lds"]["mean"] > 0.9
     assert found["methods"]["exact"]["relative_error"] == 0
     assert 0 < found["methods"]["mage"]["relative_error"] < 1
+    assert found["verdict"]["word"] in ("smooth", "unclear", "rough")
     spoiled = found["spoiled"]
     assert spoiled["found"] > 15  # three would be there by chance
     assert spoiled["true"] < 0

@@ -20,10 +20,13 @@ from hypothesis.extra import numpy as arrays
 
 import metasketch as ms
 from metasketch import charts, strongest
+from metasketch.diagnose import Diagnosis
 from metasketch.geometry import Geometry
 from metasketch.looks import MOST_CHARACTERS, look
 from metasketch.pictures import MAX_SIDE, as_bytes, data_uri, png
 from metasketch.quality import Interval
+from metasketch.symptoms import Finding
+from metasketch.verdict import Verdict
 from metasketch.webpage import noun_of
 from tests import browser, problems
 
@@ -286,8 +289,17 @@ def test_quality_and_doctor_come_first_and_say_how_to_get_them(tmp_path: Path) -
     text = ms.report(influence(), tmp_path / "a.html").read_text("utf-8")
     assert text.index("Not estimated") < text.index("Not asked") < text.index("<dl")
     assert "metasketch evaluate" in text
-    said = ms.report(influence(), tmp_path / "b.html", diagnosis="Smooth <enough>\nand so on")
-    assert '<p class="verdict">Smooth &lt;enough&gt;</p><p>and so on</p>' in said.read_text("utf-8")
+    verdict = Verdict("rough", 0.31, 0.1, 0.5, 0.01, 8, sound=False)
+    said = ms.report(influence(), tmp_path / "b.html", diagnosis=verdict).read_text("utf-8")
+    assert '<p class="verdict">Rough, and a check failed</p>' in said
+    assert "LDS of about 0.31 [0.10, 0.50] when 1% of the examples are removed" in said
+    findings = (Finding("replay", False, None, "<other> bits"), Finding("adjoint", True, 0.0, "ok"))
+    none = np.zeros((0, K))
+    whole = Diagnosis(verdict, {}, 0.5, findings, ("a smaller rate",), none, none)
+    said = ms.report(influence(), tmp_path / "c.html", diagnosis=whole).read_text("utf-8")
+    assert "Failed: replay: &lt;other&gt; bits" in said
+    assert "To change: a smaller rate" in said
+    assert "adjoint" not in said
 
 
 def test_a_file_as_large_as_asked_says_what_it_left_out(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ class Command:
     fixed_recipe: str | None = None
 
 
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--retrainings", type=int, default=8, help="8 are quick (the default), 64 are thorough"
+    )
+    parser.add_argument(
+        "--single", action="store_true", help="leave out the comparison with double precision"
+    )
+
+
 def _advise_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sweeps", type=int, default=8, help="to spend on the advice; 0 for none, default 8"
@@ -135,6 +144,15 @@ COMMANDS = {
             ("metasketch train digits.py:recipe --store runs/one", "keep it elsewhere"),
         ),
         commands.run_train,
+    ),
+    "doctor": Command(
+        "say whether attributions of this run can be trusted, and what to change if not",
+        (
+            ("metasketch doctor digits.py:recipe", "a quick verdict; exit code 1 if it is bad"),
+            ("metasketch doctor digits.py:recipe --retrainings 64", "a thorough one"),
+        ),
+        commands.run_doctor,
+        _doctor_options,
     ),
     "advise": Command(
         "say which method and budget to take, with predicted quality and cost",

@@ -13,6 +13,7 @@ from metasketch import files, recipe_file
 from metasketch.advise import TARGETS, advise
 from metasketch.attribute import attribute
 from metasketch.check import check
+from metasketch.diagnose import diagnose
 from metasketch.errors import ArgumentError
 from metasketch.influence import Influence
 from metasketch.looks import look
@@ -24,6 +25,7 @@ from metasketch.removals import Removals, removals
 from metasketch.report import report
 from metasketch.run import Run
 from metasketch.sizes import format_bytes
+from metasketch.store import RunStore
 from metasketch.train import train
 from metasketch.webpage import noun_of
 
@@ -128,7 +130,7 @@ def run_train(args: Namespace) -> Outcome:
         f"{run.num_examples:,} examples, in {seconds:.1f} s.\n"
         f"  mean {noun} of {queries.num_queries:,} queries  {values.mean():.4g}\n"
         f"  the run is in  {results.run}\n"
-        f"Next: metasketch attribute {args.recipe} --budget 20"
+        f"Next: metasketch doctor {args.recipe}"
     )
     return Outcome(words, facts)
 
@@ -181,6 +183,34 @@ def _quality_in_words(influence: Influence, args: Namespace) -> str:
         "  quality    not estimated: add --audit 8, or measure it with metasketch evaluate "
         f"{args.recipe}"
     )
+
+
+def run_doctor(args: Namespace) -> Outcome:
+    recipe, queries = recipe_file.load(args.recipe)
+    run = _trained(args, recipe, Results.of(args))
+    found = diagnose(
+        run,
+        queries,
+        args.retrainings,
+        precision=not args.single,
+        memory=args.memory,
+        progress=args.progress,
+    )
+    facts = {
+        "passed": found.passed,
+        "verdict": found.verdict.facts(),
+        "ceilings": {f"{p:g}": asdict(ceiling) for p, ceiling in found.ceilings.items()},
+        "along": found.along,
+        "findings": [asdict(finding) for finding in found.findings],
+        "advice": list(found.advice),
+        "diverged": found.diverged,
+    }
+    following = (
+        f"Next: metasketch advise {args.recipe}"
+        if found.passed
+        else f"Next: change the recipe as said above, then metasketch doctor {args.recipe}"
+    )
+    return Outcome(f"{found}\n\n{following}", facts, fine=found.passed)
 
 
 def run_advise(args: Namespace) -> Outcome:
@@ -247,16 +277,19 @@ def run_report(args: Namespace) -> Outcome:
     source = Path(args.influence) if args.influence else results.influences(args.method)[-1]
     influence = Influence.load(source)
     recipe, queries = recipe_file.load(args.recipe)
-    true = None
-    if results.evaluation.exists():
-        last = files.read_json(results.evaluation, "call metasketch evaluate again")
+    verdict, true = None, None
+    if RunStore(results.run).final.exists():
         run = _trained(args, recipe, results)
-        true = retrained(results, run, queries, **last, progress=args.progress)
+        verdict = run.verdict
+        if results.evaluation.exists():
+            last = files.read_json(results.evaluation, "call metasketch evaluate again")
+            true = retrained(results, run, queries, **last, progress=args.progress)
     path = report(
         influence,
         args.out or results.page,
         recipe=recipe,
         queries=queries,
+        diagnosis=verdict,
         removals=true,
         title=args.title,
         n=args.examples,

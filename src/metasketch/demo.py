@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from metasketch import losses, measures
 from metasketch.attribute import attribute
 from metasketch.commands import Outcome, Results, retrained, table
+from metasketch.diagnose import diagnose
 from metasketch.errors import ArgumentError
 from metasketch.influence import Influence
 from metasketch.metrics import Interval, lds_interval, relative_error
@@ -105,6 +106,9 @@ def run_demo(args: Namespace) -> Outcome:
     _say(f"training a classifier of {NUM_EXAMPLES:,} digits, {NUM_SPOILED} of them mislabelled")
     run = train(made, store=results.run, progress=args.progress)
 
+    _say("asking the doctor whether this run can be trusted")
+    diagnosis = diagnose(run, queries, progress=args.progress)
+
     found: dict[str, Influence] = {}
     for method, budget in [*((method, BUDGET) for method in METHODS), ("exact", None)]:
         cost = f"{BUDGET} replays" if budget else f"{NUM_QUERIES} replays, to compare with"
@@ -122,9 +126,17 @@ def run_demo(args: Namespace) -> Outcome:
     search = find_spoiled(run, queries, args.progress)
 
     shown = METHODS[-1]
-    page = report(found[shown], results.page, removals=true, title=_TITLE, progress=args.progress)
+    page = report(
+        found[shown],
+        results.page,
+        diagnosis=diagnosis,
+        removals=true,
+        title=_TITLE,
+        progress=args.progress,
+    )
     seconds = time.perf_counter() - start
     facts = {
+        "verdict": diagnosis.verdict.facts(),
         "methods": {
             method: {
                 "sweeps": dict(found[method].sweeps),
@@ -139,6 +151,7 @@ def run_demo(args: Namespace) -> Outcome:
     }
     words = "\n\n".join(
         (
+            f"The run is {diagnosis.verdict}.",
             _methods_in_words(found, scores, errors),
             search.in_words(),
             _next_in_words(shown, page, results, seconds),

@@ -12,6 +12,7 @@ import numpy as np
 
 from metasketch import files, webpage
 from metasketch.data import Examples
+from metasketch.diagnose import Diagnosis
 from metasketch.errors import ArgumentError, MismatchError
 from metasketch.geometry import Geometry
 from metasketch.influence import Influence
@@ -23,6 +24,7 @@ from metasketch.recipe import Recipe
 from metasketch.removals import Removals
 from metasketch.sizes import format_bytes, parse_bytes
 from metasketch.strongest import Effects, Strong, Strongest, strongest
+from metasketch.verdict import Verdict
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +40,7 @@ def report(
     queries: Queries | None = None,
     title: str | None = None,
     noun: str | None = None,
-    diagnosis: Any = None,
+    diagnosis: Diagnosis | Verdict | None = None,
     removals: Removals | None = None,
     n: int = 10,
     size: int | float | str = "30MB",
@@ -59,7 +61,7 @@ def report(
             that `attribute` has just made knows them; one that was loaded from a file does not.
         title: of the page.
         noun: what the measurement is called in sentences, such as "loss".
-        diagnosis: what the doctor said of the run; its text is shown.
+        diagnosis: what the doctor said of the run: see `metasketch.diagnose`, and ``run.verdict``.
         removals: models that were retrained, see `metasketch.evaluate.removals`: the page says how
             well the scores predict them, for every query.
         n: most helpful and most harmful examples of each query.

@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
-from typing import Any
 
 import numpy as np
 
 from metasketch import charts
+from metasketch.diagnose import Diagnosis
 from metasketch.geometry import Geometry
 from metasketch.influence import Influence
 from metasketch.methods import methods
 from metasketch.metrics import Interval
+from metasketch.verdict import Verdict
 from metasketch.version import __version__
 
 _PARTS = {
@@ -86,7 +87,7 @@ def head(
     geometry: Geometry,
     title: str | None,
     noun: str,
-    diagnosis: Any,
+    diagnosis: Diagnosis | Verdict | None,
     measured: tuple[Interval, int] | None,
 ) -> dict[str, str]:
     """The parts of the page that need no script, as markup.
@@ -181,18 +182,34 @@ def _quality(influence: Influence, measured: tuple[Interval, int] | None) -> lis
     ]
 
 
-def _doctor(diagnosis: Any) -> list[str]:
+def _doctor(diagnosis: Diagnosis | Verdict | None) -> list[str]:
     if diagnosis is None:
         return [
             "Not asked",
             "Whether this run responds smoothly to its data decides how far any of this can be "
             "trusted: metasketch doctor, or ms.diagnose(run, queries), which diagnosis=... takes.",
         ]
-    return str(diagnosis).strip().splitlines()
+    verdict = diagnosis.verdict if isinstance(diagnosis, Diagnosis) else diagnosis
+    said = [verdict.word.capitalize() + ("" if verdict.sound else ", and a check failed")]
+    said.append(
+        f"Exact scores would reach an LDS of about {verdict.score:.2f} [{verdict.low:.2f}, "
+        f"{verdict.high:.2f}] when {verdict.fraction:.0%} of the examples are removed: the "
+        f"ceiling for any estimate, from {verdict.retrainings} retrainings."
+    )
+    if isinstance(diagnosis, Diagnosis):
+        failed = (finding for finding in diagnosis.findings if finding.passed is False)
+        said += [f"Failed: {finding.name}: {finding.words}" for finding in failed]
+        said += [f"To change: {knob}" for knob in diagnosis.advice]
+    return said
 
 
 def _cost(influence: Influence) -> list[str]:
-    names = {"replay": "replays", "forward": "forward passes", "prior": "for the prior"}
+    names = {
+        "replay": "replays",
+        "forward": "forward passes",
+        "prior": "for the prior",
+        "audit": "to judge the result",
+    }
     taken = [f"{_count(v)} {names.get(k, k)}" for k, v in influence.sweeps.items() if v]
     if not taken:
         return ["Not recorded"]
