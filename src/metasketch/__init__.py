@@ -1,6 +1,7 @@
 """Training-data attribution by metagradients: which examples made this model behave like this?"""
 
 from metasketch import evaluate, losses, measures
+from metasketch.attach import attach
 from metasketch.attribute import attribute
 from metasketch.check import CheckReport, check
 from metasketch.conversion import from_scheduler
@@ -57,6 +58,7 @@ __all__ = [
     "Run",
     "StoreError",
     "__version__",
+    "attach",
     "attribute",
     "check",
     "constant",
