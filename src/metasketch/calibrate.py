@@ -99,10 +99,7 @@ def calibrated(stack: Stack, G: Tensor, Z: Tensor, U: Tensor) -> Calibration:
     scales = torch.ones(U.shape[1], dtype=torch.float64)
     if chosen != "off":
         whole = _seen(stack, beta, W, Z)
-        scales, error = _scales(whole, W @ U, folds)
-        if error < errors[chosen]:
-            errors |= {"scaled": error}
-            chosen = "scaled"
+        scales = _scales(whole, W @ U, folds)
     unit = max(errors["off"], torch.finfo(torch.float64).tiny)
     return Calibration(beta, scales, {k: e / unit for k, e in errors.items()}, chosen)
 
@@ -186,8 +183,8 @@ def _solve(XX: Tensor, Xy: Tensor, subset: Tensor, ridge: float) -> Tensor:
     return beta
 
 
-def _scales(X: Tensor, y: Tensor, folds: Tensor) -> tuple[Tensor, float]:
-    """A factor for each example, shrunk to 1, and its cross-validated error.
+def _scales(X: Tensor, y: Tensor, folds: Tensor) -> Tensor:
+    """A factor for each example, shrunk to 1 by as much as cross-validation asks for.
 
     s_i = (<x_i, y_i> + κ) / (‖x_i‖² + κ)
     """
@@ -211,5 +208,4 @@ def _scales(X: Tensor, y: Tensor, folds: Tensor) -> tuple[Tensor, float]:
         return max(float(sum(parts)), 0.0)
 
     errors: dict[float, float] = {kappa: error(kappa) for kappa in _SHRINKAGES}
-    best = min(errors, key=lambda kappa: errors[kappa])
-    return scales(best), errors[best]
+    return scales(min(errors, key=lambda kappa: errors[kappa]))

@@ -26,11 +26,13 @@ from metasketch.run import Run
 from metasketch.state import State
 from metasketch.surrogate import Stack, Surrogate, shapes_of
 
-FRACTIONS = (1.0, 0.6, 0.2)
-"""Where in the run gradients are taken. More of them were tried and add nothing."""
+FRACTIONS = (1.0, 0.4)
+"""Where in the run gradients are taken. A third and a fifth checkpoint were tried: they add a
+hundredth and nothing, and what they cost shows on short runs."""
 
-_GRADIENT_SHARE = 2
-"""Cost of a sweep's row, in gradients for each example that a step sees: the floor."""
+_SHARE = 0.25
+"""Checkpoints beside the final one are used where all together take at most this share of the
+gradients that training took."""
 
 _QUERIES_AT_ONCE = 32
 
@@ -76,11 +78,10 @@ def width_of_features(n: int, P: int, item: int, memory: int | None) -> int:
 def checkpoints_of(run: Run) -> list[tuple[int, State]]:
     """States at which gradients are taken, the final one first, with their steps.
 
-    Those that the run keeps and that are nearest to the fractions; no more than cost one sweep
-    together.
+    Those that the run keeps and that are nearest to the fractions, as far as a short run allows.
     """
     n, T = len(visited(run)), run.num_steps
-    affordable = _GRADIENT_SHARE * gradients_of_training(run) // n
+    affordable = int(_SHARE * gradients_of_training(run) / n)
     kept = run.trajectory.kept_states()
     chosen: dict[int, State] = {T: run.final}
     for fraction in FRACTIONS[1 : max(1, min(affordable, len(FRACTIONS)))]:
@@ -91,9 +92,12 @@ def checkpoints_of(run: Run) -> list[tuple[int, State]]:
 
 
 def cost(run: Run, num_checkpoints: int) -> float:
-    """What surrogates at so many checkpoints cost, in sweeps: at most one."""
-    gradients = num_checkpoints * len(visited(run))
-    return gradients / (_GRADIENT_SHARE * gradients_of_training(run))
+    """What surrogates at so many checkpoints cost, in sweeps: at most one.
+
+    A row of a sweep costs two gradients for each example that a step sees, the floor. The gradient
+    of a single example counts as two as well: made apart from others, it costs about that.
+    """
+    return num_checkpoints * len(visited(run)) / gradients_of_training(run)
 
 
 def surrogate(

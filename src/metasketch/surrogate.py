@@ -55,8 +55,10 @@ class Surrogate:
         Cost: min(n, d)³ and n d min(n, d) operations.
         """
         root = weights.double().sqrt()
-        A = features * root[:, None].to(features)
-        energies, vectors = _spectrum(A)
+        A = features
+        if not bool((weights == 1).all()):
+            A = features * root[:, None].to(features)
+        energies, vectors, total = _spectrum(A)
         left = (cross * root) @ vectors / energies.sqrt()
         right = energies.sqrt()[:, None] * (vectors / root.clamp(min=1e-300)[:, None]).T
         if bool((root == 0).any()):  # examples that were left out still have an influence
@@ -65,8 +67,7 @@ class Surrogate:
             right[:, out] = (features[out].double() @ F).T
         whole = torch.zeros(len(energies), len(sizes), dtype=features.dtype)
         whole[:, places] = right.to(features.dtype).cpu()
-        mean = float(A.double().square().sum())
-        return cls(left.cpu(), whole, energies.cpu(), sizes, mean)
+        return cls(left.cpu(), whole, energies.cpu(), sizes, total)
 
     def filtered(self, left: Tensor, dampings: Tensor) -> Tensor:
         """-L (E + λ N μ)^-1 for rows ``left`` (m, r) and each λ: (len(dampings), m, r)."""
@@ -78,20 +79,21 @@ class Surrogate:
         return S @ self.right.double()
 
 
-def _spectrum(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of A A^T that are more than rounding, (r,) and (n, r)."""
+def _spectrum(A: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Eigenvalues and eigenvectors of A A^T that are more than rounding, (r,) and (n, r), float64,
+    and its trace.
+
+    In the precision of A: what that loses lies far below every damping.
+    """
     n, d = A.shape
     small = A if n <= d else A.T
-    inner = torch.zeros(len(small), len(small), dtype=torch.float64, device=A.device)
-    for part in small.split(1 << 14, dim=1):
-        inner += (part @ part.T).double()
-    energies, vectors = torch.linalg.eigh(inner)
+    inner = small @ small.T
+    energies, vectors = torch.linalg.eigh((inner + inner.T) / 2)
     kept = energies > energies[-1].clamp(min=0) * torch.finfo(A.dtype).eps
-    kept &= energies > 0
-    energies, vectors = energies[kept], vectors[:, kept]
+    energies, vectors = energies[kept].double(), vectors[:, kept]
     if n > d:
-        vectors = A.double() @ vectors / energies.sqrt()
-    return energies, vectors
+        vectors = (A @ vectors).double() / energies.sqrt()
+    return energies, vectors.double(), float(inner.diagonal().double().sum())
 
 
 @dataclass(frozen=True)
