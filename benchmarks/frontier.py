@@ -5,7 +5,8 @@
 For each problem and seed the exact Y, the query gradients and the true effects of removals are
 made once (a replay for each query, a training for each removal) and kept in a cache. Every method
 is then run with its own rule and estimator, as `metasketch.attribute` runs them, on sweeps that are
-read off Y: a replay is z^T Y, a forward pass Y q^T. A test compares the two. At 2B total sweeps:
+read off Y: a replay is z^T Y, a forward pass Y q^T; ``--check`` compares with `attribute` itself.
+At 2B total sweeps:
 
     spell, mage, random, first   B replays and B forward passes
     pca, gram                    2B replays ("gram": spherical probes and Gram regression)
@@ -121,6 +122,19 @@ def attributed(method: Method, replays: int, t: Truth) -> Tensor:
             known.pairs[number] = Paired(Q, t.Y @ Q.T, tuple(start + r for r in rows))
     C, Q = method.estimator.factors(known)
     return C @ Q
+
+
+def check(name: str, seed: int, t: Truth, share: float = SHARES[0]) -> None:
+    """Print how far the estimates here are from those of real sweeps."""
+    recipe, queries = PROBLEMS[name](seed)
+    run = ms.train(recipe, progress=False)
+    K = len(t.Y)
+    B = round(share * K)
+    for method in ("spell", "sage"):
+        real = ms.attribute(run, queries, method, B, progress=False)
+        how = make(method)
+        gap = ms.evaluate.relative_error(real, attributed(how, how.num_replays(B, K), t))
+        print(f"{name} {seed}, {method}, B = {B}: {gap:.1e} from real sweeps {real.sweeps}")
 
 
 def candidates(K: int) -> dict[str, tuple[Method, Callable[[int], int]]]:
@@ -290,11 +304,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--subsets", type=int, default=100, help="removals, of 1 %% each")
     parser.add_argument("--write", action="store_true", help="commit-ready files in results/")
+    parser.add_argument("--check", action="store_true", help="compare with real sweeps")
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name in given.problems:
         for seed in given.seeds:
             t = truth(name, seed, given.subsets)
+            if given.check:
+                check(name, seed, t)
             rows += rows_of(name, seed, t)
             rows += ablated(name, seed, t)
             print(f"{name} {seed} done", flush=True)
