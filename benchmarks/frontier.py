@@ -1,6 +1,6 @@
 """LDS and relative Frobenius error against total sweeps: SAGE, the paper's methods, both oracles.
 
-    python benchmarks/frontier.py hard:0,1,2 cifar:0,1,2 language:0,1,2 easy:0,1,2
+    python -m benchmarks.frontier hard:0,1,2 cifar:0,1,2 language:0,1,2 easy:0,1,2
 
 For each problem and seed the exact Y, the query gradients and the true effects of removals are
 made once (a replay for each query, a training for each removal) and kept in a cache. Every method
@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from chart import panels
-from problems import PROBLEMS
-from registry_data import cache
 from torch import Tensor
 
 import metasketch as ms
+from benchmarks.chart import panels
+from benchmarks.problems import PROBLEMS
+from benchmarks.registry_data import cache
 from metasketch import estimate, prior, probes
 from metasketch.calibrate import calibrated
 from metasketch.measured import Measured, Paired, Replayed
@@ -322,8 +322,8 @@ def main() -> None:
         today = datetime.date.today().isoformat()
         head = (
             f"# Attribution and reconstruction against total sweeps\n\n{today}, torch "
-            f"{torch.__version__}, {platform.machine()}, one thread. Made by `python "
-            f"benchmarks/frontier.py {' '.join(given.problems)} --subsets {given.subsets} "
+            f"{torch.__version__}, {platform.machine()}, one thread. Made by `python -m "
+            f"benchmarks.frontier {' '.join(given.problems)} --subsets {given.subsets} "
             "--write`. 1 % of the examples "
             "removed at a time; means over seeds ± standard errors. At 2B total sweeps for every "
             "method.\n"

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from registry_data import cache, cifar10, tales
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import metasketch as ms
+from benchmarks.registry_data import cache, cifar10, tales
 
 NUM_EXAMPLES, NUM_QUERIES = 1000, 400
 
