@@ -2,6 +2,7 @@
 
 from metasketch import evaluate, losses, measures
 from metasketch.advise import Advice, advise
+from metasketch.attach import attach
 from metasketch.attribute import attribute
 from metasketch.audit import audit
 from metasketch.check import CheckReport, check
@@ -67,6 +68,7 @@ __all__ = [
     "StoreError",
     "__version__",
     "advise",
+    "attach",
     "attribute",
     "audit",
     "check",

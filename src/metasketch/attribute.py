@@ -19,16 +19,20 @@ from metasketch.errors import (
     MismatchError,
     StoreError,
 )
+from metasketch.example_gradients import check_separable
 from metasketch.influence import Influence
 from metasketch.measured import Measured, Paired
 from metasketch.methods import Method, make
+from metasketch.prior import checkpoints_of, stack_of, surrogate
 from metasketch.progress import drive, follow
 from metasketch.queries import Queries, check_outputs
 from metasketch.query_gradients import QueryGradients
 from metasketch.run import Run
 from metasketch.sizes import parse_bytes
 from metasketch.sketch import Sketch, blocks_needed, num_sweeps, remarks, rounds
+from metasketch.state import State
 from metasketch.store import differences
+from metasketch.surrogate import Stack, Surrogate
 from metasketch.verdict import warn
 from metasketch.version import __version__
 
@@ -59,8 +63,9 @@ def attribute(
         run: the training run.
         queries: what is asked of its final state.
         method: one of `metasketch.methods`.
-        budget: B. B replays, each with its forward pass; "pca" takes B replays alone, and
-            "exact" one for each query, without a budget.
+        budget: B. B replays, each with its forward pass; "sage" spends as much, 2B sweeps, on
+            replays and its prior; "pca" takes B replays alone; "exact" takes one for each query
+            and "prior" none, without a budget.
         store: a folder that keeps all finished work. The same call goes on after a kill, or beside
             another process that works on the same store; a larger budget extends it, a smaller
             one reads what is there.
@@ -90,18 +95,23 @@ def attribute(
     chosen.rule.check(queries.num_queries)
     ledger = Memory() if store is None else Folder(store)
     chosen, B, notes = spend(chosen, budget, queries.num_queries, ledger.record() is None)
+    chosen, replays, more = _plan_prior(run, chosen, B, queries.num_queries)
+    notes += more
     outputs = queries.values(run)
     check_outputs(queries, outputs)
     remark = warn(run.verdict)
     job = _Job(run, queries, chosen, ledger, progress)
     with ledger.alone():
-        record = job.opened(B, block or run.most_rows)
+        record = job.opened(replays, block or run.most_rows)
     notes += record["remarks"]
     with run.computing():
         V = QueryGradients(queries.of(run), parse_bytes(memory, "memory"))
         gram = job.gram_of(V)
-        cut = blocks_needed(record["rounds"], B)
-        sketch = Sketch(run, V, chosen, cut, record["fixed"], ledger, job.settle, gram, progress)
+        cut = blocks_needed(record["rounds"], replays)
+        surrogates = job.surrogates_of(V) if chosen.prior else None
+        sketch = Sketch(
+            run, V, chosen, cut, record["fixed"], ledger, job.settle, gram, surrogates, progress
+        )
         known = next(sketch.measure())
         if _unfinished(known, cut, chosen.estimator.pairs):
             notes += job.permitted(record, known, V, on_mismatch)
@@ -110,7 +120,7 @@ def attribute(
         elif record["final"] != run.final_digest:
             notes.append("made on a machine that rounds differently from this one")
         judged = job.audited(V, audit) if audit else None
-        known = known.first(B, [start for start, _ in cut])
+        known = known.first(replays, [start for start, _ in cut])
         C, Q = chosen.estimator.factors(known)
         notes += _remarks_on_queries(known, chosen)
     for note in notes:
@@ -122,8 +132,8 @@ def attribute(
         better=queries.better,
         outputs=outputs.numpy(),
         weights=run.weights.double().cpu().numpy(),
-        budget=B,
-        sweeps={**known.sweeps, "prior": 0},
+        budget=B or None,
+        sweeps={**known.sweeps, "prior": 0 if surrogates is None else surrogates().cost},
         facts=record["facts"],
         notes=(*remark, *notes),
         query_ids=None if queries.ids is None else tuple(queries.ids),
@@ -149,10 +159,16 @@ def spend(
                 'queries; leave the budget out, or take another method ("first" replays some)'
             )
         return method, K, []
+    if not method.sweeps:
+        if budget is not None:
+            raise ArgumentError(
+                f"budget={budget}: method {method.name!r} takes no sweep; leave the budget out"
+            )
+        return method, 0, []
     if budget is None:
         raise ArgumentError(
             f"method {method.name!r} needs a budget: budget=B takes B replays, B at most the "
-            f'number of queries, {K}; only "exact" goes without'
+            f'number of queries, {K}; only "exact" and "prior" go without'
         )
     if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
         raise ArgumentError(
@@ -165,6 +181,33 @@ def spend(
     exact = make("exact")
     why = f"budget={budget} exceeds the {K} queries: the result is exact, from {K} replays alone"
     return exact, K, [why]
+
+
+def _plan_prior(run: Run, method: Method, budget: int, K: int) -> tuple[Method, int, list[str]]:
+    """The method with its prior, or without where there can be none or every row is measured, the
+    replays that the budget pays for, and what to say."""
+    if method.sweeps and run.attached:
+        raise ArgumentError(
+            f"method {method.name!r} sends sweeps through training, and this run was attached: "
+            'only its checkpoints are known. Take method="prior", or train here with ms.train'
+        )
+    notes = []
+    if method.prior and not method.sweeps:
+        check_separable(run)
+        notes.append(
+            "nothing calibrated this result: it is a surrogate from gradients of training examples "
+            'at a guessed damping; compare it with a few replays (method="sage") or removals '
+            "before you rely on its size"
+        )
+    elif method.prior and run.recipe.loss_form == "scalar":
+        method = method.without_prior()
+        notes.append(
+            "the loss is no sum over examples, so there is no prior: replays alone are used"
+        )
+    replays = method.num_replays(budget, K)
+    if method.prior and method.sweeps and replays == K:
+        method = method.without_prior()  # every row is measured: nothing is left to a prior
+    return method, replays, notes
 
 
 @dataclass(frozen=True)
@@ -267,6 +310,30 @@ class _Job:
                 found = sample(self.run, V, sweeps, 0, self.progress)
                 self.ledger.write(block, found)
         return found
+
+    def surrogates_of(self, V: QueryGradients) -> Callable[[], Stack]:
+        """A function that gives the surrogates of Y, which are made once by one process."""
+        kept: list[Stack] = []
+
+        def made(number: int, state: State) -> Surrogate:
+            block = Block("prior", number)
+            with self.ledger.claim(block, wait=True):
+                found = self.ledger.read(block)
+                if not isinstance(found, Surrogate):
+                    work = surrogate(self.run, V, state, V.memory)
+                    title = f"prior at step {number}"
+                    N = self.run.num_examples
+                    found = drive(work, N, title, self.progress, "example")
+                    self.ledger.write(block, found)
+            return found
+
+        def stack() -> Stack:
+            if not kept:
+                states = checkpoints_of(self.run)
+                kept.append(stack_of(self.run, [made(t, state) for t, state in states]))
+            return kept[0]
+
+        return stack
 
     def permitted(
         self, record: Record, known: Measured, V: QueryGradients, on_mismatch: OnMismatch

@@ -5,6 +5,7 @@
     replay/i.safetensors         probes and what their replays gave: Z, U, scales
     forward/i.safetensors        directions and their inner products with every row: Q, C
     audit/i.safetensors          the same for i random directions, by which quality is judged
+    prior/i.safetensors          surrogates of Y at a checkpoint: left, right, energies, sizes
     locks/                       held while a block is being worked on; they die with the process
 
 A block is written whole or not at all, carries a checksum, and is never made twice.
@@ -22,20 +23,22 @@ from torch import Tensor
 
 from metasketch import files
 from metasketch.measured import Paired, Replayed
+from metasketch.surrogate import Surrogate
 
 FORMAT = "metasketch-attribution"
 VERSION = 1
 
 _REMEDY = "delete the store and attribute again"
 
-Kind = Literal["replay", "forward", "audit"]
+Kind = Literal["replay", "forward", "audit", "prior"]
 Record = dict[str, Any]
+Content = Replayed | Paired | Surrogate
 
 
 @dataclass(frozen=True, order=True)
 class Block:
-    """A piece of work: the replays of some probes, the forward passes that follow them, or those
-    of an audit, whose number is how many they are."""
+    """A piece of work: the replays of some probes, the forward passes that follow them, those of an
+    audit, whose number is how many they are, or the surrogates of a checkpoint."""
 
     kind: Kind
     number: int
@@ -56,10 +59,10 @@ class Ledger(Protocol):
 
     def write_gram(self, G: Tensor) -> None: ...
 
-    def read(self, block: Block) -> Replayed | Paired | None:
+    def read(self, block: Block) -> Content | None:
         """A finished block; None where it is not finished."""
 
-    def write(self, block: Block, content: Replayed | Paired) -> None: ...
+    def write(self, block: Block, content: Content) -> None: ...
 
     def claim(
         self, what: "Block | Literal['gram']", wait: bool = False
@@ -72,7 +75,7 @@ class Memory:
     """A ledger that ends with the process."""
 
     _record: Record | None = None
-    _blocks: dict[Block, Replayed | Paired] = field(default_factory=dict)
+    _blocks: dict[Block, Content] = field(default_factory=dict)
     _gram: Tensor | None = None
 
     def record(self) -> Record | None:
@@ -90,10 +93,10 @@ class Memory:
     def write_gram(self, G: Tensor) -> None:
         self._gram = G
 
-    def read(self, block: Block) -> Replayed | Paired | None:
+    def read(self, block: Block) -> Content | None:
         return self._blocks.get(block)
 
-    def write(self, block: Block, content: Replayed | Paired) -> None:
+    def write(self, block: Block, content: Content) -> None:
         self._blocks[block] = content
 
     def claim(
@@ -146,19 +149,25 @@ class Folder:
     def write_gram(self, G: Tensor) -> None:
         files.write_tensors(self._gram_path, {"gram": G}, {})
 
-    def read(self, block: Block) -> Replayed | Paired | None:
+    def read(self, block: Block) -> Content | None:
         found = files.read_or_discard(self._path(block))
         if found is None:
             return None
         tensors, notes = found
         if block.kind == "replay":
             return Replayed(tensors["Z"], tensors["U"], tensors["scales"])
+        if block.kind == "prior":
+            return Surrogate(**tensors, mean=notes["mean"])
         return Paired(tensors["Q"], tensors["C"], tuple(notes["origin"]))
 
-    def write(self, block: Block, content: Replayed | Paired) -> None:
+    def write(self, block: Block, content: Content) -> None:
         if isinstance(content, Replayed):
             tensors = {"Z": content.Z, "U": content.U, "scales": content.scales}
             notes: Mapping[str, Any] = {}
+        elif isinstance(content, Surrogate):
+            names = ("left", "right", "energies", "sizes")
+            tensors = {name: getattr(content, name) for name in names}
+            notes = {"mean": content.mean}
         else:
             tensors, notes = {"Q": content.Q, "C": content.C}, {"origin": list(content.origin)}
         files.write_tensors(self._path(block), tensors, notes)

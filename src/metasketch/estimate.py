@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from metasketch.calibrate import calibrated
 from metasketch.measured import Measured
+from metasketch.probes import deflation
 
 
 class Estimator(Protocol):
@@ -65,6 +67,73 @@ class Expansion:
 
     def factors(self, measured: Measured) -> tuple[Tensor, Tensor]:
         return measured.Z, measured.U
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Gram regression, without a forward pass: rows of Y as those of V predict them.
+
+        Ŷ = G Z (Z^T G Z)^+ Z^T Y
+
+    It is the best linear prediction of every row where the columns of J have independent entries,
+    so that rows of Y correlate as query gradients do. A projection takes an exact inner product
+    with every row instead, at the price of a second sweep for each probe.
+    """
+
+    pairs: bool = False
+
+    def directions(self, Q: Tensor, U: Tensor) -> tuple[Tensor, list[int]]:
+        return Q[:0], []
+
+    def factors(self, measured: Measured) -> tuple[Tensor, Tensor]:
+        return deflation(measured.G, measured.Z).T.contiguous(), measured.U
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Gram regression around surrogates S_j that the replays calibrate.
+
+        S = Σ_j β_j S_j diag(s),    Ŷ = S + G Z (Z^T G Z)^+ (Z^T Y - Z^T S)
+
+    β, s and whether surrogates are used at all are chosen by `metasketch.calibrate`. Where they
+    are, the rank is min(K, N): the surrogates have no fewer.
+    """
+
+    pairs: bool = False
+
+    def directions(self, Q: Tensor, U: Tensor) -> tuple[Tensor, list[int]]:
+        return Q[:0], []
+
+    def factors(self, measured: Measured) -> tuple[Tensor, Tensor]:
+        assert measured.surrogates is not None
+        G, Z, U, stack = measured.G, measured.Z, measured.U, measured.surrogates()
+        found = calibrated(stack, G, Z, U)
+        if found.off:
+            return Regression().factors(measured)
+        Y_hat = stack.combined(found.beta).mul_(found.scales)
+        Y_hat += deflation(G, Z).T @ (U - Z.T @ Y_hat)
+        return trivial_factors(Y_hat)
+
+
+@dataclass(frozen=True)
+class Uncalibrated:
+    """The surrogate of the last checkpoint as it stands, at a middling damping: Ŷ = S(λ)."""
+
+    pairs: bool = False
+
+    def directions(self, Q: Tensor, U: Tensor) -> tuple[Tensor, list[int]]:
+        return Q[:0], []
+
+    def factors(self, measured: Measured) -> tuple[Tensor, Tensor]:
+        assert measured.surrogates is not None
+        return trivial_factors(measured.surrogates().checkpoints[0].dense())
+
+
+def trivial_factors(Y_hat: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix (K, N) as two factors, one of which is the identity of the smaller size."""
+    K, N = Y_hat.shape
+    identity = torch.eye(min(K, N), dtype=Y_hat.dtype)
+    return (identity, Y_hat) if K <= N else (Y_hat, identity)
 
 
 def extend_basis(Q: Tensor, U: Tensor) -> tuple[Tensor, list[int]]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from metasketch.surrogate import Stack
+
 
 @dataclass(frozen=True)
 class Replayed:
@@ -65,6 +67,7 @@ class Measured:
         K, N: numbers of queries and examples.
         gram: gives G = V^T V, (K, K), float64, made when it is first asked for.
         replays, pairs: the finished blocks, by number.
+        surrogates: gives stand-ins for Y that took no sweep, made when they are first asked for.
     """
 
     K: int
@@ -72,6 +75,7 @@ class Measured:
     gram: Callable[[], Tensor] = field(repr=False)
     replays: dict[int, Replayed] = field(default_factory=dict, repr=False)
     pairs: dict[int, Paired] = field(default_factory=dict, repr=False)
+    surrogates: Callable[[], Stack] | None = field(default=None, repr=False)
 
     @property
     def G(self) -> Tensor:

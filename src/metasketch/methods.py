@@ -19,6 +19,9 @@ class Method:
         rule: chooses the probes.
         estimator: makes rows of what was measured.
         all_queries: it takes one replay for each query, whatever the budget.
+        prior: it makes surrogates of Y from gradients of training examples.
+        replays_only: it spends the price of B replays and B forward passes on replays alone.
+        sweeps: it takes sweeps at all.
     """
 
     name: str
@@ -26,6 +29,20 @@ class Method:
     rule: probes.Rule
     estimator: estimate.Estimator
     all_queries: bool = False
+    prior: bool = False
+    replays_only: bool = False
+    sweeps: bool = True
+
+    def num_replays(self, budget: int, K: int) -> int:
+        """Replays that a budget pays for: B, or, without forward passes, 2B less one for the prior
+        (which costs at most that: see `metasketch.prior.cost`)."""
+        if not self.replays_only:
+            return budget
+        return min(2 * budget - (1 if self.prior else 0), K)
+
+    def without_prior(self) -> "Method":
+        """The same from replays alone."""
+        return dataclasses.replace(self, estimator=estimate.Regression(), prior=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -69,6 +86,24 @@ _METHODS = {
             estimate.Expansion(),
         ),
         Method(
+            "sage",
+            "beyond the paper: spherical probes, replays alone, and surrogates of Y from gradients "
+            "of training examples, which the replays calibrate: most attribution for each sweep",
+            probes.Leading(),
+            estimate.Augmented(),
+            prior=True,
+            replays_only=True,
+        ),
+        Method(
+            "prior",
+            "beyond the paper: the surrogate alone, from checkpoints, with no sweep; nothing "
+            "calibrates it",
+            probes.Nothing(),
+            estimate.Uncalibrated(),
+            prior=True,
+            sweeps=False,
+        ),
+        Method(
             "exact",
             "MAGIC: one replay for each query; exact, and the dearest",
             probes.Every(),
@@ -83,7 +118,7 @@ def methods() -> dict[str, str]:
     """The names of all methods, each with one line that says what it does.
 
     >>> sorted(methods())
-    ['exact', 'first', 'mage', 'pca', 'random', 'spell']
+    ['exact', 'first', 'mage', 'pca', 'prior', 'random', 'sage', 'spell']
     """
     return {name: method.summary for name, method in _METHODS.items()}
 

@@ -11,7 +11,7 @@ The rules at the end choose probe after probe from what was measured so far; an 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from metasketch.errors import ArgumentError
 from metasketch.measured import Measured
 from metasketch.randomness import generator
+
+Objective = Literal["attribution", "reconstruction"]
 
 
 def leading_eigenvectors(G: Tensor, start: int, stop: int) -> Tensor:
@@ -41,6 +43,20 @@ def _signed(vectors: Tensor) -> Tensor:
 def mage(G: Tensor, start: int, stop: int) -> Tensor:
     """MAGE: the leading eigenvectors of G = V^T V, in order."""
     return leading_eigenvectors(G, start, stop)
+
+
+def spherical(G: Tensor, start: int, stop: int) -> Tensor:
+    """Leading directions of the queries at equal size, in order, (K, b).
+
+        z_a = D^-1 e_a,    e_a the eigenvectors of D^-1 G D^-1,    D = diag(‖v_q‖)
+
+    The norms of query gradients stand in for the row norms of Y, which they rank almost perfectly,
+    and are known beforehand. Queries whose gradient vanishes take no part.
+    """
+    norms = G.diagonal().clamp(min=0).sqrt()
+    inverse = torch.where(norms > 0, 1 / norms.clamp(min=torch.finfo(G.dtype).tiny), 0.0)
+    unit = inverse[:, None] * G * inverse
+    return inverse[:, None] * leading_eigenvectors((unit + unit.T) / 2, start, stop)
 
 
 def residual_gram(G: Tensor, Z: Tensor) -> Tensor:
@@ -188,6 +204,39 @@ class Mage(_Fixed):
 
     def choose(self, measured: Measured, start: int, stop: int) -> Tensor:
         return mage(measured.G, start, stop)
+
+
+@dataclass(frozen=True)
+class Leading(_Fixed):
+    """The leading directions of the query gradients, for one of the two objectives.
+
+    Attributes:
+        objective: "attribution" counts every query alike: spherical probes. "reconstruction"
+            counts each by the energy of its gradient: MAGE's probes.
+    """
+
+    objective: Objective = "attribution"
+    uses_gram: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            raise ArgumentError(
+                f"objective={self.objective!r}: give one of {list(get_args(Objective))}"
+            )
+
+    def choose(self, measured: Measured, start: int, stop: int) -> Tensor:
+        choose = spherical if self.objective == "attribution" else mage
+        return choose(measured.G, start, stop)
+
+
+@dataclass(frozen=True)
+class Nothing(_Fixed):
+    """No probes at all."""
+
+    uses_gram: ClassVar[bool] = False
+
+    def choose(self, measured: Measured, start: int, stop: int) -> Tensor:
+        return coordinates([], measured.K, 0, 0)
 
 
 @dataclass(frozen=True)

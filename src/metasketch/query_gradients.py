@@ -84,6 +84,10 @@ class QueryGradients:
         """All rows v_q, (K, P + R), float64."""
         return exhaust(self.hold())
 
+    def one(self, q: int) -> Tensor:
+        """v_q, (P + R,), float64: from V where it is held, else made anew."""
+        return self.V[q] if self.held else self.row(q)
+
     def row(self, q: int) -> Tensor:
         """v_q, (P + R,), float64. Cost: one backward pass of one query."""
         params, stats = state = self.measurement.leaves()

@@ -43,6 +43,7 @@ class Run:
         implementations: by mode and rows of a block, the one in use: measured to be fastest, or
             named.
         verdict: what the doctor found, where it was asked: see `metasketch.diagnose`.
+        attached: only checkpoints are known (see `attach`): there is nothing to sweep through.
     """
 
     recipe: Recipe
@@ -56,6 +57,7 @@ class Run:
     implementations: dict[str, str] = field(default_factory=dict)
     timings: dict[str, choose.Timing] = field(default_factory=dict, repr=False)
     verdict: Verdict | None = None
+    attached: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -219,6 +221,11 @@ class Run:
         self, mode: str, b: int, sweep: Sweep, block: int | None, progress: bool | None
     ) -> Tensor:
         """Send b rows through, in as many sweeps as memory needs."""
+        if self.attached:
+            raise ArgumentError(
+                "this run was attached: only its checkpoints are known, so no sweep can go through "
+                'it. Take method="prior", which needs none, or train here with ms.train'
+            )
         if b == 0:
             raise ArgumentError("there are no rows to send through: b must be at least 1")
         size = block_size(b, self.most_rows) if block is None else block

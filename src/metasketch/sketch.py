@@ -19,6 +19,7 @@ from metasketch.memory import block_size
 from metasketch.methods import Method
 from metasketch.query_gradients import QueryGradients, power_of_two
 from metasketch.run import Run
+from metasketch.surrogate import Stack
 
 Rounds = Sequence[tuple[int, int]]
 """Probes start to stop of each block, in order."""
@@ -78,6 +79,7 @@ class Sketch:
         ledger: where finished blocks are kept.
         settle: decides how blocks of so many rows are differentiated in a mode, before one is.
         gram: gives G.
+        surrogates: gives stand-ins for Y, where the method takes any.
         progress: show a bar for each sweep; by default on a terminal.
     """
 
@@ -89,11 +91,13 @@ class Sketch:
     ledger: Ledger
     settle: Callable[[str, int], None]
     gram: Callable[[], Tensor]
+    surrogates: Callable[[], Stack] | None = None
     progress: bool | None = None
 
     def measure(self) -> Generator[Measured, None, Measured]:
         """Work until every block is finished; yields what is known, at the start and after each."""
-        known = Measured(self.V.num_queries, self.run.num_examples, self.gram)
+        K, N = self.V.num_queries, self.run.num_examples
+        known = Measured(K, N, self.gram, surrogates=self.surrogates)
         self._collect(known)
         yield known
         while work := self._open(known):

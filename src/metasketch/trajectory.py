@@ -76,6 +76,14 @@ class Trajectory:
             "batches": [f"{d:016x}" for d in self.batch_digests[since:t]],
         }
 
+    def kept_states(self) -> list[int]:
+        """Steps before which a state is at hand without recomputing it, in order."""
+        return sorted({*self.memory, *(self.saved if self.store is not None else ())})
+
+    def kept_state(self, t: int) -> State:
+        """One of them, verified where it comes from disk."""
+        return self._held(t)
+
     def _held(self, t: int) -> State:
         """A state that is kept, from memory or disk."""
         if t in self.memory:
