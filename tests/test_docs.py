@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from metasketch import cli
 from tests.pages import DOCS, ROOT, Fence, fences, pages, printed_as
 
 QUICKSTART = DOCS / "quickstart.md"
@@ -81,11 +82,11 @@ def test_a_page_names_what_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_commands_of_a_page_exist(page: Path) -> None:
-    cli = pytest.importorskip("metasketch.cli")
-    for fence in fences(page):
-        if fence.language in ("console", "bash", "sh"):
-            for command in re.findall(r"^\$? ?metasketch ([a-z]+)", fence.content, re.MULTILINE):
-                assert command in cli.COMMANDS, f"{page.name}: there is no metasketch {command}"
+    shells = [f.content for f in fences(page) if f.language in ("console", "bash", "sh")]
+    named = re.findall(r"^\$? ?metasketch ([a-z]+)", "\n".join(shells), re.MULTILINE)
+    named += re.findall(r"`metasketch ([a-z]+)", page.read_text())
+    for command in named:
+        assert command in cli.COMMANDS, f"{page.name}: there is no metasketch {command}"
 
 
 def test_every_recipe_has_a_page_with_its_output() -> None:
