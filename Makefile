@@ -7,6 +7,7 @@ ARGS    ?=
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
 .PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean bench-advice
@@ -65,6 +66,13 @@ clean:  ## remove .venv, caches and build outputs
 	rm -rf $(VENV) *.metasketch build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+.PHONY: docs docs-serve
+docs: $(DOCS)  ## build the documentation into build/docs; every warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(DOCS)  ## read the documentation in a browser, built anew at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 # The stamp goes first and comes back last, so an interrupted set-up is taken up again.
 # A .venv without a working pip is made anew.
 $(STAMP): pyproject.toml constraints.txt
@@ -72,4 +80,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); the first time takes minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The site has a stamp of its own: tests do not need what builds it.
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
