@@ -247,9 +247,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
             lines += ["", f"| {title} | {heads} |", "|---" * (len(SHARES) + 1) + "|"]
             for method in methods:
                 cells = [cell(method, s, key) for s in SHARES]
-                lines.append(
-                    f"| {method} | " + " | ".join(f"{m:.3f} ± {e:.3f}" for m, e in cells) + " |"
-                )
+                lines.append(f"| {method} | " + " | ".join(map(written, cells)) + " |")
         gaps = []
         for s in SHARES:
             spell, sage = cell("spell", s, "lds")[0], cell("sage", s, "lds")[0]
@@ -270,6 +268,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 }
                 lines.append(f"| {label} | {mean['lds']:.3f} | {mean['error']:.3f} |")
     return "\n".join(lines)
+
+
+def written(cell: tuple[float, float]) -> str:
+    """A mean, with its standard error where there is more than one seed."""
+    mean, error = cell
+    return f"{mean:.3f} ± {error:.3f}" if error else f"{mean:.3f}"
 
 
 def figure(rows: list[dict[str, Any]]) -> str:
