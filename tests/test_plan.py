@@ -27,7 +27,7 @@ def asked() -> tuple[ms.Run, ms.Queries]:
 
 
 @pytest.mark.parametrize("block", [None, 3])
-@pytest.mark.parametrize(("method", "B"), [("spell", 13), ("mage", 5), ("pca", 4), ("exact", None)])
+@pytest.mark.parametrize(("method", "B"), [("spell", 13), ("mage", 5), ("pca", 4), ("exact", None), ("sage", 4)])
 def test_it_counts_what_the_job_then_does(
     asked: tuple[ms.Run, ms.Queries], method: str, B: int | None, block: int | None, tmp_path: Path
 ) -> None:
@@ -95,6 +95,7 @@ def test_seconds_by_hand(asked: tuple[ms.Run, ms.Queries]) -> None:
     replays = 2 * 15 + 2 * 11 + 4 * 0.125
     assert plan.parts == {
         "queries": 1 + 16 * 0.25,
+        "prior": 0.0,
         "replays": replays,
         "forward passes": (2 * 15 + 2 * 11) / 2,
         "audit": 0.0,

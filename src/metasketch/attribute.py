@@ -95,7 +95,7 @@ def attribute(
     chosen.rule.check(queries.num_queries)
     ledger = Memory() if store is None else Folder(store)
     chosen, B, notes = spend(chosen, budget, queries.num_queries, ledger.record() is None)
-    chosen, replays, more = _plan_prior(run, chosen, B, queries.num_queries)
+    chosen, replays, more = settled(run, chosen, B, queries.num_queries)
     notes += more
     outputs = queries.values(run)
     check_outputs(queries, outputs)
@@ -183,7 +183,7 @@ def spend(
     return exact, K, [why]
 
 
-def _plan_prior(run: Run, method: Method, budget: int, K: int) -> tuple[Method, int, list[str]]:
+def settled(run: Run, method: Method, budget: int, K: int) -> tuple[Method, int, list[str]]:
     """The method with its prior, or without where there can be none or every row is measured, the
     replays that the budget pays for, and what to say."""
     if method.sweeps and run.attached:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from metasketch.attribute import spend
+from metasketch.attribute import settled, spend
 from metasketch.attribution_store import Block
 from metasketch.errors import ArgumentError
 from metasketch.gradient import VMAPPED
 from metasketch.measured import Paired, Replayed
 from metasketch.memory import block_size
 from metasketch.methods import Method, make
+from metasketch.prior import checkpoints_of
 from metasketch.queries import Queries
 from metasketch.query_gradients import QueryGradients
 from metasketch.run import Run
@@ -120,9 +121,11 @@ def planned(
     run, V = speeds.run, speeds.V
     method.rule.check(V.num_queries)
     method, B, _ = spend(method, budget, V.num_queries)
-    fixed, pairs = method.rule.fixed(B), method.estimator.pairs
+    method, replays, _ = settled(run, method, B, V.num_queries)
+    fixed, pairs = method.rule.fixed(replays), method.estimator.pairs
     most = run.most_rows if block is None else block
-    cut = rounds(0, B, fixed, most, method.rule.per_round)
+    cut = rounds(0, replays, fixed, most, method.rule.per_round)
+    surrogates = len(checkpoints_of(run)) if method.prior else 0
 
     def seconds_of(part: Block) -> float:
         start, stop = cut[part.number]
@@ -135,24 +138,27 @@ def planned(
 
     of_queries = speeds.values() + _gradients(speeds, method)
     of_audit = _audit(speeds, audit) if audit else 0.0
+    of_prior = surrogates * speeds.surrogate() if surrogates else 0.0
     parts = {
         "queries": of_queries,
+        "prior": of_prior,
         "replays": sum(seconds_of(Block("replay", i)) for i in range(len(cut))),
         "forward passes": sum(seconds_of(Block("forward", i)) for i in range(len(cut)) if pairs),
         "audit": of_audit,
     }
     sweeps = makespan(cut, fixed, pairs, seconds_of, workers)
     widths = tuple(stop - start for start, stop in cut)
+    of_surrogates = surrogates * speeds.surrogate_bytes() if surrogates else 0
     return JobPlan(
         method=method.name,
         budget=B,
         workers=workers,
-        sweeps={"replay": B, "forward": B if pairs else 0, "audit": audit},
+        sweeps={"replay": replays, "forward": replays if pairs else 0, "audit": audit},
         blocks=widths,
-        seconds=of_queries + sweeps + of_audit,
+        seconds=of_queries + of_prior + sweeps + of_audit,
         parts=parts,
-        memory=_memory(run, V, method, widths, audit),
-        disk=_stored(run, V, method, widths, audit),
+        memory=_memory(run, V, method, widths, audit) + of_surrogates,
+        disk=_stored(run, V, method, widths, audit) + of_surrogates,
         run_disk=_run_disk(run),
     )
 

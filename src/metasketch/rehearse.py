@@ -98,9 +98,13 @@ def _rehearsed(L: Tensor, G: Tensor, method: Method, budgets: Sequence[int]) -> 
     """What it would capture if Y were L.
 
     NOTE: one rehearsal at the largest budget serves the smaller ones, with its warm-up, and
-    adaptive probes are chosen in at most 32 rounds.
+    adaptive probes are chosen in at most 32 rounds. Surrogates, of which a stand-in says nothing,
+    are left out: a method that has them does better.
     """
-    K, most = len(L), max(budgets)
+    K = len(L)
+    method = method.without_prior() if method.prior else method
+    budgets = [method.num_replays(B, K) for B in budgets]
+    most = max(budgets)
     fixed = method.rule.fixed(most)
     per_round = max(method.rule.per_round, -(-(most - min(fixed, most)) // _ROUNDS))
     # Rounds end where a budget does, so that each budget sees no probe beyond it.

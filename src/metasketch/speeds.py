@@ -14,7 +14,9 @@ from torch import Tensor
 
 from metasketch.choose import synchronize
 from metasketch.measured import Measured, Paired, Replayed
+from metasketch.prior import surrogate
 from metasketch.probes import Rule
+from metasketch.progress import exhaust
 from metasketch.query_gradients import QueryGradients
 from metasketch.run import Run
 from metasketch.state import State, digest
@@ -73,6 +75,27 @@ class Speeds:
         """Of one query's gradient."""
         last = self.V.num_queries - 1
         return self._once(("gradient",), lambda: self._median(lambda i: self.V.row(min(i, last))))
+
+    def surrogate(self) -> float:
+        """Of the surrogates of one checkpoint, all of them: at most about a sweep.
+
+        NOTE: choosing their weights afterwards is linear algebra of K and N, which shows on runs of
+        seconds alone and is left out.
+        """
+        return self._once(("surrogate",), self._timed_surrogate)
+
+    def surrogate_bytes(self) -> int:
+        """Of what is kept of them."""
+        self.surrogate()
+        return int(self._known["surrogate bytes",])
+
+    def _timed_surrogate(self) -> float:
+        start = self.clock()
+        made = exhaust(surrogate(self.run, self.V, self.run.final, self.V.memory))
+        seconds = self.clock() - start
+        tensors = (made.left, made.right, made.energies, made.sizes)
+        self._known["surrogate bytes",] = sum(t.nbytes for t in tensors)
+        return seconds
 
     def products(self, b: int) -> float:
         """Of b products with all query gradients where they are held: 2 K P b operations."""
