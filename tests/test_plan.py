@@ -151,6 +151,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "budget": ({"budget": 0}, "budget=0"),
     "no budget": ({"budget": None}, "needs a budget"),
     "option": ({"warmup": -1}, "warmup=-1"),
+    "surrogates": ({"method": "sage"}, "cost of its surrogates is not predicted"),
 }
 
 

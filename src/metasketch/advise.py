@@ -148,7 +148,8 @@ def advise(
     """Predict what each method would give at several budgets, and what it would cost.
 
     Each method is rehearsed on a stand-in for Y, made of the queries' Gram matrix and a few
-    forward sweeps in random directions; see `metasketch.rehearse`.
+    forward sweeps in random directions; see `metasketch.rehearse`. Methods with surrogates ("sage",
+    "prior") are left out: a stand-in has no training examples to take gradients of.
 
     Args:
         run, queries: what would be attributed.
@@ -180,7 +181,7 @@ def advise(
     options = []
     for name in methods():
         method = make(name)
-        if method.all_queries:
+        if method.all_queries or method.prior:  # a stand-in has no gradients of training examples
             continue
         for B, outcome in zip(wanted, rehearse(like, G, method, wanted), strict=True):
             options.append(Option(name, B, outcome, planned(speeds, method, B, workers)))

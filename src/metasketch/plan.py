@@ -117,6 +117,11 @@ def planned(
     """The same from speeds, which are measured only where they are not known yet."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ArgumentError(f"workers={workers!r}: a whole number of at least 1")
+    if method.prior:
+        raise ArgumentError(
+            f"method={method.name!r}: the cost of its surrogates is not predicted yet; plan a "
+            'method without them, such as "mage", which takes as many sweeps for a budget'
+        )
     run, V = speeds.run, speeds.V
     method.rule.check(V.num_queries)
     method, B, _ = spend(method, budget, V.num_queries)
