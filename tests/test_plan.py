@@ -27,7 +27,9 @@ def asked() -> tuple[ms.Run, ms.Queries]:
 
 
 @pytest.mark.parametrize("block", [None, 3])
-@pytest.mark.parametrize(("method", "B"), [("spell", 13), ("mage", 5), ("pca", 4), ("exact", None), ("sage", 4)])
+@pytest.mark.parametrize(
+    ("method", "B"), [("spell", 13), ("mage", 5), ("pca", 4), ("exact", None), ("sage", 4)]
+)
 def test_it_counts_what_the_job_then_does(
     asked: tuple[ms.Run, ms.Queries], method: str, B: int | None, block: int | None, tmp_path: Path
 ) -> None:
