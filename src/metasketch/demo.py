@@ -33,7 +33,7 @@ NAME = "metasketch.demo:recipe"
 """What to call the recipe in other commands."""
 
 NUM_EXAMPLES, NUM_SPOILED, NUM_QUERIES = 1000, 100, 300
-METHODS, BUDGET = ("random", "mage", "spell"), 20
+METHODS, BUDGET = ("random", "mage", "spell", "sage"), 20
 FRACTION, NUM_SUBSETS, SEED = 0.02, 100, 0
 
 
