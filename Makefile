@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 DOCS  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-minilm clean bench-advice
+.PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-frontier bench-minilm clean bench-advice
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,9 +55,12 @@ bench-gram: $(STAMP)  ## make a Gram matrix of 1,000 queries of ten million para
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gram.py
 
 bench-advice: $(STAMP)  ## prove the doctor, the advice and the intervals of an audit (half an hour)
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/doctor.py
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/advice.py
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/calibration.py
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m benchmarks.doctor
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m benchmarks.advice
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m benchmarks.calibration
+
+bench-frontier: $(STAMP)  ## judge SAGE and the others at equal sweeps, on real data (hours)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m benchmarks.frontier $(ARGS)
 
 bench-minilm: $(STAMP)  ## attribute a fine-tuned MiniLM, and check it by retraining
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/minilm.py

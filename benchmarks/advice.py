@@ -5,7 +5,7 @@ with exact rows: the captured energy of the whole matrix (where it is 0.1 at lea
 Times are CPU time of the process, before and after, so that a neighbour who takes the core does
 not count.
 
-    python benchmarks/advice.py             # some five minutes on one core
+    python -m benchmarks.advice             # some five minutes on one core
 """
 
 import argparse
@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from problems import NUM_EXAMPLES, PROBLEMS, digits, mlp
 
 import metasketch as ms
+from benchmarks.problems import NUM_EXAMPLES, PROBLEMS, digits, mlp
 
 BUDGETS = (5, 10, 16)
 METHODS = ("mage", "spell", "pca")

@@ -5,8 +5,8 @@ of an audit are then redrawn 1,000 times, and each audit's intervals are compare
 for every query its captured energy and its correlation with Y (the LDS relative to exact rows),
 and the same over all queries. Redrawing needs products with Y alone, no sweeps.
 
-    python benchmarks/calibration.py                # some five minutes on one core
-    python benchmarks/calibration.py --problem easy --k 100
+    python -m benchmarks.calibration                # some five minutes on one core
+    python -m benchmarks.calibration --problem easy --k 100
 """
 
 import argparse
@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from problems import PROBLEMS
 
 import metasketch as ms
+from benchmarks.problems import PROBLEMS
 from metasketch import quality
 from metasketch.methods import projects
 

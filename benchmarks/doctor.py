@@ -6,7 +6,7 @@ Ten small trainings on digits, 250 steps each. For each: the doctor's score from
 rows (one replay a query) against 200 retrainings. The recipes were written down before the doctor
 saw them; what it was tried on while it was made are the problems of benchmarks/problems.py.
 
-    python benchmarks/doctor.py --store FOLDER      # some fifteen minutes on one core; resumes
+    python -m benchmarks.doctor --store FOLDER      # some fifteen minutes on one core; resumes
 """
 
 import argparse
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from problems import digits
 from torch import nn
 
 import metasketch as ms
+from benchmarks.problems import digits
 
 EXAMPLES, QUERIES = 500, 20
 SUBSETS, MEASURED, WITHIN = 32, 200, 0.15

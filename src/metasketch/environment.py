@@ -6,7 +6,8 @@ kernels. A run records the number of threads; its sweeps obey it.
 
 import contextlib
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -51,3 +52,25 @@ def _deterministic_cuda(cudnn: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn_only)
         torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was started on a device, before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def stopwatch(device: torch.device) -> Callable[[], float]:
+    """A clock for durations of work on a device, in seconds.
+
+    Where one thread computes it is the process's own time, which leaves out what other processes
+    take of a shared core; choices made by wall-clock time there were wrong under load.
+    """
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+
+    def now() -> float:
+        synchronize(device)
+        return clock()
+
+    return now

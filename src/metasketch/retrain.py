@@ -7,7 +7,6 @@ that stops being finite is reported and leaves the others alone.
 """
 
 import functools
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from metasketch import ensemble
+from metasketch.environment import stopwatch
 from metasketch.errors import ArgumentError, MetasketchError, NumericalError
 from metasketch.gradient import gradient, parts
 from metasketch.memory import block_size
@@ -258,22 +258,12 @@ def _most(run: Run) -> int:
 
 def _seconds(call: Callable[[], object], run: Run) -> float:
     """The least that a call takes, after a first one."""
-    # One thread's own time does not count what other processes take from it.
-    alone = run.num_threads == 1 and not run.weights.is_cuda
-    clock = time.process_time if alone else time.perf_counter
-    times = []
+    now, times = stopwatch(run.weights.device), []
     for _ in range(_REPEATS + 1):
-        _synchronize(run)
-        start = clock()
+        start = now()
         call()
-        _synchronize(run)
-        times.append(clock() - start)
+        times.append(now() - start)
     return min(times[1:])
-
-
-def _synchronize(run: Run) -> None:
-    if run.weights.is_cuda:
-        torch.cuda.synchronize(run.weights.device)
 
 
 def _agrees(run: Run) -> bool:

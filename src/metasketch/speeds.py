@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from metasketch.choose import synchronize
+from metasketch.environment import synchronize
 from metasketch.measured import Measured, Paired, Replayed
 from metasketch.prior import surrogate
 from metasketch.probes import Rule
@@ -156,7 +156,7 @@ class Speeds:
         return median(seconds)
 
     def _now(self) -> float:
-        synchronize(self.run.final.params)
+        synchronize(self.run.final.params.device)
         return self.clock()
 
     def _steps(self, i: int) -> int:
