@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 DOCS  := $(VENV)/.installed-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format types demo figures bench-digits bench-retraining bench-rows bench-binomial bench-gram bench-frontier bench-minilm clean bench-advice
+.PHONY: help test lint format types demo figures bench-digits bench-shares bench-retraining bench-rows bench-binomial bench-gram bench-frontier bench-minilm clean bench-advice
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ figures: $(STAMP)  ## draw every figure and table from stored scores, into build
 
 bench-digits: $(STAMP)  ## judge the methods on digits (an hour of one core; resumable)
 	$(BIN)/python -m benchmarks.digits --seeds 5 --store build/digits
+
+bench-shares: $(STAMP)  ## compare what the paper's methods capture of exact rows
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m benchmarks.shares
 
 bench-retraining: $(STAMP)  ## measure retraining together against one by one
 	$(BIN)/python -m benchmarks.retraining

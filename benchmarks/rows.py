@@ -368,7 +368,7 @@ def main() -> None:
         print(table(TRAINING, training), end="\n\n")
         print("Cost of a row for each step of the run / floor, in bare steps:\n")
         print(table(["sweep", "states", "r", *(f"b = {b}" for b in args.rows), "spread"], rows))
-        print("\nOne step with at most 4 rows, wall clock, as the library measured it to choose:\n")
+        print("\nOne step with at most 4 rows, as the library measured it to choose:\n")
         print(table(["choice", *choose.names(), "chosen"], choices))
         print(*failures, sep="\n")
     if args.json:
