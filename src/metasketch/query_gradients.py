@@ -27,8 +27,9 @@ _DOUBLE = 8
 _SLICE = 1 << 18
 """Parameters whose products are summed at once, in float64."""
 
-_STREAMED = 8
-"""Rows that are compared with a held tile at once."""
+_STREAMED = 4
+"""A held tile has this many rows for each of those that are compared with it at once. Each such
+product reads the whole tile in float64, which took longer than the gradients with eight of 90."""
 
 
 @dataclass
@@ -171,7 +172,12 @@ class QueryGradients:
                 f"query gradients, which needs {format_bytes(needed)} for two of them: give more "
                 "memory"
             )
-        return min(rows - min(_STREAMED, rows // 2), self.num_queries)
+        return min(rows - max(1, rows // (_STREAMED + 1)), self.num_queries)
+
+    @staticmethod
+    def _streamed_rows(a: int) -> int:
+        """Rows that are compared at once with a tile of ``a``."""
+        return max(1, a // _STREAMED)
 
     def gram(self) -> Generator[int, None, Tensor]:
         """G = V^T V over parameters, (K, K), float64; yields after each gradient.
@@ -184,7 +190,7 @@ class QueryGradients:
             G = params @ params.T
             return (G + G.T).cpu() / 2
         a = self._tile_rows()
-        streamed = min(_STREAMED, a)
+        streamed = self._streamed_rows(a)
         G = torch.zeros(K, K, dtype=torch.float64)
         for start in range(0, K, a):
             stop = min(start + a, K)
@@ -194,6 +200,8 @@ class QueryGradients:
                 last = min(first + streamed, K)
                 other = yield from self._scaled_rows(first, last)
                 G[start:stop, first:last] = _products(tile, other)
+                del other
+            del tile  # before the next one is made: there is no room for two
         upper = G.triu()
         return upper + upper.triu(1).T
 
