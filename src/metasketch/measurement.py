@@ -31,6 +31,35 @@ _GRAPH_SHARE = 8
 
 
 @dataclass(frozen=True)
+class Leaves:
+    """A final state as leaves of a graph, in the order of its layouts."""
+
+    params: list[Tensor]
+    stats: list[Tensor]
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [*self.params, *self.stats]
+
+    def gradient(self, values: Tensor, z: Tensor, again: bool = False) -> Tensor:
+        """Σ_q z_q ∇φ_q, (P + R,); with a graph of its own where z has one.
+
+        Args:
+            again: the graph of the values is needed once more.
+        """
+        grads = torch.autograd.grad(
+            values,
+            self.all,
+            z,
+            retain_graph=again or z.requires_grad,
+            create_graph=z.requires_grad,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return torch.cat([grad.reshape(-1) for grad in grads])
+
+
+@dataclass(frozen=True)
 class Measurement:
     """The measurements of k queries at the final state of a run.
 
@@ -68,15 +97,29 @@ class Measurement:
         each = max(wider * self.run.sizes.graph // m, 1)
         return max(1, min(_AT_ONCE, total // _GRAPH_SHARE // each))
 
-    def leaves(self, final: State | None = None) -> tuple[Tensor, Tensor]:
-        """Parameters (P,) and statistics (R,) in this precision, as leaves of a graph.
+    @cached_property
+    def _own(self) -> tuple[Tensor, Tensor]:
+        """The final state of the run in this precision, flat."""
+        return self._cast_state(self.run.final)
+
+    def _cast_state(self, state: State) -> tuple[Tensor, Tensor]:
+        return state.params.detach().to(self.dtype), state.stats.detach().to(self.dtype)
+
+    def leaves(self, final: State | None = None) -> Leaves:
+        """Parameters and statistics in this precision, each tensor a leaf of a graph.
+
+        Leaves of their own, since a flat one would get a gradient of its whole size from each.
 
         Args:
             final: another state than the run's, such as where retraining ends.
         """
-        final = final or self.run.final
-        params = final.params.detach().to(self.dtype).requires_grad_()
-        return params, final.stats.detach().to(self.dtype).requires_grad_()
+        params, stats = self._own if final is None else self._cast_state(final)
+        layouts = self.functional.layout, self.functional.stats_layout
+        theta, r = (
+            [view.detach().requires_grad_() for view in layout.views(flat)]
+            for layout, flat in zip(layouts, (params, stats), strict=True)
+        )
+        return Leaves(theta, r)
 
     def chunks(self, indices: Tensor | None = None) -> Iterator[Tensor]:
         """Queries (all by default) in batches that fit into memory."""
@@ -89,8 +132,8 @@ class Measurement:
         state = self.leaves(final)
         return torch.cat([self.values(chunk, state) for chunk in self.chunks()]).cpu()
 
-    def values(self, indices: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        """φ of some queries at a state given as flat leaves, (b,), float64."""
+    def values(self, indices: Tensor, state: Leaves) -> Tensor:
+        """φ of some queries at a state, (b,), float64."""
         batch = self._cast(self.examples.fetch(indices, epoch=0))
         with self._model(state) as model:
             generator = torch.get_rng_state()
@@ -118,7 +161,7 @@ class Measurement:
             )
         return values.double()
 
-    def differentiable_values(self, indices: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+    def differentiable_values(self, indices: Tensor, state: Leaves) -> Tensor:
         """The same, refused where they do not depend on the state."""
         values = self.values(indices, state)
         if not values.requires_grad:
@@ -137,22 +180,20 @@ class Measurement:
         )
 
     @contextlib.contextmanager
-    def _model(self, state: tuple[Tensor, Tensor]) -> Iterator[nn.Module]:
-        """The module with flat parameters and statistics in place."""
+    def _model(self, state: Leaves) -> Iterator[nn.Module]:
+        """The module with parameters and statistics in place."""
         functional, run = self.functional, self.run
-        params = functional.layout.views(state[0])
-        stats = functional.stats_layout.views(state[1])
         with (
             seeded(run.recipe.device, run.recipe.seed, "query"),
             sdpa_kernel(SDPBackend.MATH),
-            functional.bound(params, stats, run.final.counts) as model,
+            functional.bound(state.params, state.stats, run.final.counts) as model,
         ):
             yield model
 
 
-def _refuse_other_parameters(values: Tensor, state: tuple[Tensor, Tensor]) -> None:
+def _refuse_other_parameters(values: Tensor, state: Leaves) -> None:
     """Refuse a measurement that is differentiable in anything but the state: of another model."""
-    nodes, seen, own = [values.grad_fn], set[Any](), {id(tensor) for tensor in state}
+    nodes, seen, own = [values.grad_fn], set[Any](), {id(tensor) for tensor in state.all}
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:

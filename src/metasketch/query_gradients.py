@@ -91,12 +91,9 @@ class QueryGradients:
 
     def row(self, q: int) -> Tensor:
         """v_q, (P + R,), float64. Cost: one backward pass of one query."""
-        params, stats = state = self.measurement.leaves()
+        state = self.measurement.leaves()
         value = self.measurement.differentiable_values(torch.tensor([q]), state)
-        grads = torch.autograd.grad(
-            value.sum(), (params, stats), allow_unused=True, materialize_grads=True
-        )
-        row = torch.cat(grads)
+        row = state.gradient(value, torch.ones_like(value))
         if not bool(torch.isfinite(row).all()):
             raise NumericalError(
                 f"the gradient of query {q} holds NaN or infinity (its value is "
@@ -120,10 +117,7 @@ class QueryGradients:
             state = self.measurement.leaves()
             values = self.measurement.differentiable_values(indices, state)
             for z, row in zip(part, total, strict=True):
-                grads = torch.autograd.grad(
-                    values, state, z, retain_graph=True, allow_unused=True, materialize_grads=True
-                )
-                row += torch.cat(grads)
+                row += state.gradient(values, z, again=True)
         if not bool(torch.isfinite(total).all()):
             for q in asked.nonzero()[:, 0].tolist():
                 self.row(q)  # names the one that is not finite
@@ -147,10 +141,7 @@ class QueryGradients:
         values = self.measurement.differentiable_values(indices, state)
         u = torch.zeros_like(values, requires_grad=True)
         try:
-            grads = torch.autograd.grad(
-                values, state, u, create_graph=True, allow_unused=True, materialize_grads=True
-            )
-            V_u = torch.cat(grads)
+            V_u = state.gradient(values, u)
             columns = [torch.autograd.grad(V_u, u, row, retain_graph=True)[0] for row in t]
             return torch.stack(columns, dim=1)
         except RuntimeError:
@@ -161,8 +152,9 @@ class QueryGradients:
         """Rows of a tile that fit into memory beside those that are streamed."""
         assert self.memory is not None
         item = self.measurement.run.final.params.element_size()
-        # The leaves, a gradient, its parts, and a slice in float64 of all rows.
-        besides = 4 * self.size * _DOUBLE + 2 * self.measurement.run.sizes.graph
+        # The leaves, a gradient, its parts, its quotient and what made them; and, of each row, a
+        # slice in float64.
+        besides = 6 * self.size * _DOUBLE + 2 * self.measurement.run.sizes.graph
         each = self.num_params * item + 2 * min(_SLICE, self.num_params) * _DOUBLE
         rows = (self.memory - besides) // each
         if rows < 2:
