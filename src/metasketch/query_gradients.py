@@ -213,7 +213,7 @@ class QueryGradients:
         for i, q in enumerate(range(start, stop)):
             row = self.row(q)[: self.num_params]
             scale = power_of_two(torch.linalg.vector_norm(row))
-            rows[i] = row / scale
+            rows[i] = row.div_(scale)
             scales.append(scale)
             yield q
         return rows, torch.stack(scales)
