@@ -1,6 +1,6 @@
 """Methods on digits against exact Y and retraining: records for `make figures` and the tables.
 
-    python -m benchmarks.digits --seeds 5 --store /tmp/digits
+    python -m benchmarks.digits --seeds 5 --store build/digits
 
 Claims, on the interpolating problem: SPELL has the highest LDS of the paper's computable methods
 wherever B ≥ 0.2 k and k ≥ 200, and the LDS of the exact Y is above 0.9.
@@ -13,7 +13,6 @@ seconds for every budget, query set and seed.
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -213,7 +212,10 @@ def main() -> None:
             geometries.append(row_norms(exact))
             if arguments.check and seed == 0:
                 check(exact, arguments.check)
-            said = f"{date.today()}: python -m benchmarks.digits {' '.join(sys.argv[1:])}"
+            names = " ".join(arguments.problems)
+            said = (
+                f"{date.today()}: {names}, {arguments.seeds} seeds, {arguments.num_subsets} subsets"
+            )
             write_scores(arguments.out, scores, geometries, said)
             print(f"{name}, seed {seed}: done", flush=True)
     print("\n".join(claims(scores)))

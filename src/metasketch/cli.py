@@ -124,7 +124,7 @@ COMMANDS = {
         "see it work in a minute: find mislabelled digits, and check every number by retraining",
         (
             ("metasketch demo", "keep the results in demo-recipe.metasketch"),
-            ("metasketch demo --store /tmp/demo", "keep them elsewhere"),
+            ("metasketch demo --store elsewhere", "keep them elsewhere"),
         ),
         demo.run_demo,
         fixed_recipe=demo.NAME,
